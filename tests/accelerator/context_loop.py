@@ -15,14 +15,16 @@ from windlass import Accelerator, FullyShardedDataParallelPlugin, ParallelismCon
 from windlass.dist.sharded import whole
 
 
-def train(parallel: dict[str, int], sharded: bool) -> dict[str, Any]:
+def train(parallel: dict[str, int], sharded: bool, precision: str) -> dict[str, Any]:
+    """`precision`: "no" for float64 throughout, or mixed precision of weights in float32."""
     accelerator = Accelerator(
         cpu=True,
+        mixed_precision=precision,
         gradient_accumulation_steps=2,
         parallelism_config=ParallelismConfig(**parallel) if parallel else None,
         fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None,
     )
-    net = model("llama")
+    net = model("llama") if precision == "no" else model("llama").float()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
     loader = torch.utils.data.DataLoader(samples(16), batch_size=2, collate_fn=collate)
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
@@ -44,19 +46,20 @@ def train(parallel: dict[str, int], sharded: bool) -> dict[str, Any]:
             optimizer.zero_grad()
         reported.append(float(loss))
     net.eval()
+    evaluated = []
     with torch.no_grad():
         for batch in loader:
             logits = net(input_ids=batch["input_ids"]).logits[:, :3].contiguous()
-            reported.append(float(accelerator.gather_for_metrics(logits).sum()))
+            evaluated.append(float(accelerator.gather_for_metrics(logits).sum()))
     weights = [whole(parameter).detach().flatten() for parameter in net.parameters()]
     divided = "context" if parallel.get("tp_size", 1) == 1 else "tensor"
     assert not parallel or getattr(accelerator, f"{divided}_parallel_rank") == accelerator.process_index
-    return {"reported": reported, "weights": torch.cat(weights).tolist()}
+    return {"reported": reported, "evaluated": evaluated, "weights": torch.cat(weights).tolist()}
 
 
 def main() -> None:
     folder, parallel, sharded = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "sharded"
-    found = train(parallel, sharded)
+    found = train(parallel, sharded, sys.argv[4])
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

@@ -26,6 +26,8 @@ pytest.importorskip("transformers")
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"lora": False, "packing": True},
     "completions": {"lora": False, "packing": False, "completion_only_loss": True},
+    "smoothed": {"lora": False, "packing": False, "label_smoothing_factor": 0.1},
+    "dynamic": {"lora": False, "packing": False, "loss_type": "dft"},
 }
 PREFERENCES: dict[str, dict[str, Any]] = {
     "reference": {"precompute_ref_log_probs": True, "ld_alpha": 0.5},
@@ -45,12 +47,16 @@ SINGLE: dict[str, dict[str, Any]] = {
     "scored": {"kind": "reward", "center_rewards_coefficient": 0.01},
     "scored by an adapter": {"kind": "reward", "lora": True},
 }
-SCHEDULES = {"packed": "1F1B", "completions": "GPipe"}
+SCHEDULES = {"packed": "1F1B", "completions": "GPipe", "smoothed": "GPipe", "dynamic": "1F1B"}
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["packed", pytest.param("completions", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["packed", "smoothed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("completions", "dynamic"))],
+)
 def test_two_stages_are_one_process(tmp_path: Path, name: str) -> None:
+    """In an evaluation too, with losses that the model's own forward does not have."""
     launch(2, Path(__file__), tmp_path, name)
     alone = test_several_ranks.figures(tmp_path / "alone", **CASES[name])
     for rank in range(2):

@@ -156,8 +156,9 @@ def test_fsdp2_begins_every_forward_of_a_stage(run: Run) -> None:
 
 @pytest.mark.dist
 def test_stages_of_divided_rows_and_experts_equal_one_process(run: Run) -> None:
+    """Rows also after an evaluation that came before the training."""
     cases: dict[str, Case] = {
-        "rows": ("tied", ROWS, {"trainer": "own"}),
+        "rows": ("tied", ROWS, {"trainer": "own", "evaluate_first": True}),
         "experts": ("balanced", EXPERTS, {**BALANCED, "per_device_train_batch_size": 1}),
     }
     check_equal(run, 4, cases, {"per_device_train_batch_size": 2})

@@ -11,11 +11,13 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
+from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core.errors import DataError, ModelError
 from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.transforms.context import DividedForwards
+from windlass.transforms.strategies import spread
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 23, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -117,6 +119,16 @@ def _check_refusals(context_ranks: Gang) -> None:
     divided.release()
 
 
+def _check_half_precision(loss_ranks: Gang) -> None:
+    """Units that compute in few bits may return more: their rounding is still that of the few."""
+    shard = ShardPlan(param_dtype="bf16", output_dtype="fp32")
+    plan = DistPlan(strategy="fsdp", shard=shard, context=loss_ranks.mesh.context)
+    model = _model("LlamaConfig", _SIZES).float()
+    strategy = spread(model, plan, loss_ranks, torch.device("cpu"))
+    assert model(input_ids=_batches()["plain"]["input_ids"]).logits.dtype is torch.float32
+    strategy.release()
+
+
 def _check_randomness(context_ranks: Gang) -> None:
     """Ranks drop different values, and draw the same ones after a forward."""
     model = _model(
@@ -142,12 +154,14 @@ def main() -> None:
     if world.size == 4:
         layouts.append(Mesh(context=2, sequence=2))
     for mesh in layouts:
-        context_ranks = join(world, torch.device("cpu"), mesh=mesh).over("context")
+        loss_ranks = join(world, torch.device("cpu"), mesh=mesh)
+        context_ranks = loss_ranks.over("context")
         for name in _CONFIGS:
             _check(name, context_ranks, recompute=name == "LlamaConfig")
         if mesh.sequence == 1:
             _check_refusals(context_ranks)
             _check_randomness(context_ranks)
+            _check_half_precision(loss_ranks.over("loss"))
         leave()
 
 

@@ -124,7 +124,12 @@ class Preparer:
             self._place(model, placed[id(model)], evaluation_mode)
 
         def build(model: nn.Module) -> Strategy:
-            return self._spread(model, placed[id(model)], evaluation_mode)
+            strategy = self._spread(model, placed[id(model)], evaluation_mode)
+            # Afterwards: layouts compare results in the precision of the weights. Under DeepSpeed too: autocast casts
+            # the inputs of its half-precision model.
+            if self._settings.precision.compute != "fp32":
+                mix_precision(model, self._setup.autocast)
+            return strategy
 
         if new:
             self._prepared.spread(new, build)
@@ -156,9 +161,6 @@ class Preparer:
         float8 = self._settings.precision.float8
         if float8 is not None and not evaluation_mode and any(p.requires_grad for p in model.parameters()):
             apply_float8(model, float8)
-        # Under DeepSpeed too: autocast casts the inputs of its half-precision model.
-        if self._settings.precision.compute != "fp32":
-            mix_precision(model, self._setup.autocast)
         if self._settings.compile is not None:
             apply_compile(model, self._settings.compile)
         trained = any(p.requires_grad for p in model.parameters())

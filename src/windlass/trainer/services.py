@@ -120,7 +120,10 @@ def spread_in_stages(model: nn.Module, engine: TrainerEngine, session: Session) 
     dist = engine.dist
     if dist.pipeline is None or kept_elsewhere(model) is not None:
         return None
-    return spread(model, dist, session.loss_ranks, session.device)
+    strategy = spread(model, dist, session.loss_ranks, session.device)
+    # As after a run: rows are whole, and the next one spreads what is divided again.
+    strategy.release()
+    return strategy
 
 
 def spread_untrained(

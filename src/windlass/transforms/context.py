@@ -28,7 +28,7 @@ from windlass.transforms.divided_sequences import (
     group_of,
 )
 from windlass.transforms.document_mask import BORDERS
-from windlass.transforms.evaluating import evaluating, short_row
+from windlass.transforms.evaluating import evaluating, rounding, short_row
 from windlass.transforms.ulysses import refuse_heads
 from windlass.transforms.zigzag import Zigzag
 
@@ -48,6 +48,7 @@ class DividedForwards:
         module: the model of transformers, or a wrapper of it.
         context_ranks: the ranks that divide the rows; each forward needs all of them. Keys and values travel among
             those of its view "ring", and those of "heads" exchange heads.
+        unit_dtype: see `Strategy`.
 
     Attributes:
         division: of the rows of the forward that is under way; None if they are whole.
@@ -57,7 +58,7 @@ class DividedForwards:
         ModelError: the attention of the model cannot be replaced, or its results on divided rows differ.
     """
 
-    def __init__(self, module: nn.Module, context_ranks: Gang) -> None:
+    def __init__(self, module: nn.Module, context_ranks: Gang, unit_dtype: torch.dtype | None = None) -> None:
         self._model, self._ranks = _model_of_transformers(module), context_ranks
         self._group = group_of(context_ranks)
         _refuse_unfit(self._model, context_ranks)
@@ -79,7 +80,8 @@ class DividedForwards:
         _divided[id(self._model)] = self
         try:
             if expected is not None and self._ranks.exists:
-                self._refuse_difference(expected, self._short_row())
+                allowed = rounding(self._model, expected, unit_dtype)
+                self._refuse_difference(expected, self._short_row(), allowed)
             self._compared.clear()
         except BaseException:
             self.release()
@@ -168,13 +170,14 @@ class DividedForwards:
             raise ModelError(f"{name} does not predict each token from those before it. {_TRAIN_WHOLE}")
         return outputs["logits"], outputs["loss"]
 
-    def _refuse_difference(self, expected: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor]) -> None:
+    def _refuse_difference(
+        self, expected: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor], allowed: float
+    ) -> None:
         """Raise ModelError on all ranks if the logits or the loss on divided rows differ: else others would wait."""
         worst: list[list[Any]] = []
-        rounding = 64 * max(torch.finfo(tensor.dtype).eps for tensor in expected)
         for what, whole, divided in zip(("logits", "loss"), expected, got, strict=True):
             difference, scale = float((divided - whole).abs().max()), float(whole.abs().max())
-            if not difference <= rounding * scale:
+            if not difference <= allowed * scale:
                 worst.append([what, difference, scale])
         for what, difference, scale in [
             each for found in self._ranks.gather_objects(worst) for each in found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,3 +34,13 @@ def vocabulary_of(model: Any) -> int | None:
 def short_row(model: nn.Module, length: int, device: torch.device) -> Tensor:
     """Different tokens that the model has, of shape (1, length)."""
     return torch.arange(length, device=device)[None] * 3 % (vocabulary_of(model) or 16)
+
+
+def rounding(model: nn.Module, results: Iterable[Tensor], unit_dtype: torch.dtype | None) -> float:
+    """How far results of two ways to compute may differ, as a fraction of the largest. `unit_dtype`: in which the
+    model computes, if that is not the dtype of its parameters; it may return more bits than it computes with.
+    """
+    dtypes = {tensor.dtype for tensor in (*results, next(model.parameters()))}
+    if unit_dtype is not None:
+        dtypes.add(unit_dtype)
+    return 64 * max(torch.finfo(dtype).eps for dtype in dtypes)

@@ -92,7 +92,7 @@ class FullyShardedModel(HeldInParts):
         self._copies: dict[Any, int] = {}
         self._forwards = self._seen = 0
         if division is not None:
-            division.finish()
+            division.finish(self.unit_dtype)
         self._shared = AfterBackward([] if division is None else division.trainable, self._average_shared)
         self._hook = module.register_forward_pre_hook(self._count)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +76,9 @@ def lean_causal_lm_loss(
     _check_labels(inputs)
     core = core_of(model)
     found = _without_logits(model, core, lambda head: head.loss(model, inputs, options))
+    staged = staged_of(core)
+    if found is None and staged is not None and not staged.in_step and _alters_targets(options):
+        found = _of_logits(model, core, inputs, options)
     if found is None:
         return _own_loss(model, core, inputs, num_items_in_batch, options, router_aux_loss_coef)
     auxiliary = None if found.auxiliary is None else found.auxiliary.detach()
@@ -193,6 +196,31 @@ def _within_engine(model: nn.Module) -> nn.Module:
     package = type(model).__module__.partition(".")[0]
     is_engine = isinstance(model, nn.parallel.DistributedDataParallel) or package == "deepspeed"
     return model.module if is_engine else model  # type: ignore[return-value]
+
+
+def _alters_targets(options: LossOptions) -> bool:
+    """Return True if these set what the model's own loss does not have, and that alone."""
+    others = replace(options, label_smoothing=0.0, dynamic=False)
+    return others == PLAIN != options
+
+
+@torch.no_grad()
+def _of_logits(
+    model: nn.Module, core: nn.Module, inputs: Mapping[str, Any], options: LossOptions
+) -> LossSums:
+    """The sums of an evaluation in stages, whose forward returns whole logits on every rank."""
+    outputs = model(**unlabelled(core, inputs), **without_cache(core))
+    targets = inputs["shift_labels"] if "shift_labels" in inputs else shifted(inputs["labels"])
+    logits = output_of(outputs, "logits")[..., -targets.shape[-1] :, :]
+    logs = logits.log_softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    real = targets != IGNORED
+    chosen = logs.gather(-1, torch.where(real, targets, 0)[..., None])[..., 0]
+    own = chosen * chosen.exp() if options.dynamic else chosen
+    losses = (options.label_smoothing - 1.0) * own - options.label_smoothing * logs.mean(-1)
+    entropy, correct, count = _figures(logits, targets)
+    return LossSums(
+        torch.where(real, losses, 0).sum(), entropy, correct, count, output_of(outputs, "aux_loss")
+    )
 
 
 def _own_loss(

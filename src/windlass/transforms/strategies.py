@@ -42,7 +42,8 @@ def spread(
         if context_ranks.size > 1:
             from windlass.transforms.context import DividedForwards
 
-            strategy.at_release.append(DividedForwards(module, context_ranks).release)
+            divided = DividedForwards(module, context_ranks, strategy.unit_dtype)
+            strategy.at_release.append(divided.release)
     except BaseException:
         strategy.release()
         raise

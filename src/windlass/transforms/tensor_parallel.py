@@ -77,12 +77,12 @@ class TensorDivision:
         }
         divide(own, mesh, self._ranks)
 
-    def finish(self) -> None:
-        """Called after all layers were divided, when forwards can be made. Collective."""
+    def finish(self, unit_dtype: torch.dtype | None) -> None:
+        """Called after all layers were divided, when forwards can be made. Collective. `unit_dtype`: see `Strategy`."""
         # One rank of a pipeline cannot compare the losses of a whole model.
         if self.chosen and self._ranks.mesh.pipeline == 1:
             if self._parts is not None and self._ranks.exists:
-                self._parts.check(self._module)
+                self._parts.check(self._module, unit_dtype)
             split_loss(self._module)
 
     @property
@@ -129,7 +129,7 @@ class TensorParallel(HeldInParts):
         broadcast((*whole, *module.buffers()), self._stage_ranks)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
         super().__init__(module, self._stage_ranks)
-        self._division.finish()
+        self._division.finish(self.unit_dtype)
         self._after_backward = AfterBackward(self._division.trainable, self.reduce)
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:

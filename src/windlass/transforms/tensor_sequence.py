@@ -21,7 +21,7 @@ from windlass.core.rng import ForwardRandomness
 from windlass.core.tensors import makes_fakes
 from windlass.core.trees import tensors_in
 from windlass.dist.gang import Gang
-from windlass.transforms.evaluating import evaluating, short_row
+from windlass.transforms.evaluating import evaluating, rounding, short_row
 from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED, without_adapters
 from windlass.transforms.tensor_split import Joined, TensorSplit, part_of, scaled, whole_of
 
@@ -107,8 +107,8 @@ class SequenceParts:
         finally:
             self.now = before
 
-    def check(self, model: nn.Module) -> None:
-        """Compute a short row with all positions on each rank, and with some. Collective.
+    def check(self, model: nn.Module, unit_dtype: torch.dtype | None) -> None:
+        """Compute a short row with all positions on each rank, and with some. Collective. `unit_dtype`: see `Strategy`.
 
         Raises:
             ConfigError: on all ranks: the results differ.
@@ -125,7 +125,7 @@ class SequenceParts:
         self.off = False
         if not wrong:
             difference, scale = float((made[1] - made[0]).abs().max()), float(made[0].abs().max())
-            if not difference <= 64 * torch.finfo(made[0].dtype).eps * scale:
+            if not difference <= rounding(model, made, unit_dtype) * scale:
                 wrong = f"its logits differ by {difference:.2g}, of up to {scale:.2g}"
         for reason in filter(None, self._ranks.gather_objects(wrong)):
             name = type(without_adapters(model)).__name__
