@@ -361,8 +361,8 @@ class _Listener:
                 # Torch's, of a worker that died after we looked: look again, and it is no longer found.
                 if not any(crew.is_named_in(error) for crew in _all_crews()):
                     raise
-        crew = _waits.crew  # of the main thread, where handlers run
-        if crew is not None and crew.is_broken():
+        waited_for = _waits.crew  # of the main thread, where handlers run
+        if waited_for is not None and waited_for.is_broken():
             raise _DiedError
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
