@@ -137,6 +137,7 @@ class _Crew:
             if isinstance(context, ForkContext):
                 worker: Any = WorkerProcess(*args, **kwargs)
                 worker.number, worker.patience = len(self._workers), start_timeout
+                worker.left = self._left
             else:
                 worker = context.Process(*args, **kwargs)  # type: ignore[attr-defined]
             self._workers.append(worker)
