@@ -8,6 +8,7 @@ from typing import Any
 import accelerate
 import pytest
 from tests.docs import support_table as rows
+from tests.versions import with_pinned
 
 from windlass import Accelerator
 from windlass.config.enums import ACCELERATOR_REFUSED
@@ -28,6 +29,7 @@ def shape(function: Any) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
+@with_pinned("accelerate")
 def test_every_public_name_is_there_and_has_a_row() -> None:
     theirs = public(accelerate.Accelerator)
     assert not theirs - public(Accelerator) - ATTRIBUTES
@@ -35,6 +37,7 @@ def test_every_public_name_is_there_and_has_a_row() -> None:
     assert not MEMBERS - theirs - {"use_distributed"}
 
 
+@with_pinned("accelerate")
 @pytest.mark.parametrize("name", sorted(public(accelerate.Accelerator) - ATTRIBUTES - HIDDEN))
 def test_a_name_is_of_the_same_kind_and_signature(name: str) -> None:
     theirs = inspect.getattr_static(accelerate.Accelerator, name)
@@ -46,6 +49,7 @@ def test_a_name_is_of_the_same_kind_and_signature(name: str) -> None:
         assert ours.fset is not None
 
 
+@with_pinned("accelerate")
 def test_arguments_are_the_same_in_the_same_order_with_the_same_defaults() -> None:
     theirs, ours = shape(accelerate.Accelerator), shape(Accelerator)
     assert [name for name, _, _ in ours] == [*(name for name, _, _ in theirs), "scheduler_unit"]
@@ -61,6 +65,7 @@ def test_attributes_of_an_instance() -> None:
     assert all(hasattr(accelerator, name) for name in ATTRIBUTES)
 
 
+@with_pinned("accelerate")
 def test_what_properties_say_in_one_process() -> None:
     theirs, ours = accelerate.Accelerator(cpu=True), Accelerator(cpu=True)
     try:

@@ -15,6 +15,7 @@ from accelerate import utils as reference_utils
 from safetensors.torch import save_file
 from tests.compat.big_models import IDS, Model, seeded
 from tests.dist.launch import run_script
+from tests.versions import with_pinned
 from torch import nn
 
 from windlass import Accelerator
@@ -76,6 +77,7 @@ def _reference(name: str) -> Any:
     raise AssertionError(name)
 
 
+@with_pinned("accelerate")
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_arguments_and_defaults_are_those_of_the_reference(name: str) -> None:
     ours = next(getattr(module, name) for module in MODULES if hasattr(module, name))
@@ -185,7 +187,7 @@ def test_transformers_models_with_ties(tmp_path: Path) -> None:
         save_weights(_made(folder), model.state_dict())
         with init_empty_weights():
             empty = kind(config).eval()
-        options = {"max_memory": {"cpu": 20_000}, "no_split_module_classes": model._no_split_modules}
+        options = {"max_memory": {"cpu": 20_000}, "no_split_module_classes": list(model._no_split_modules)}
         theirs = reference_utils.infer_auto_device_map(model, **copy.deepcopy(options))
         assert infer_auto_device_map(empty, **options) == dict(theirs)
         load_checkpoint_and_dispatch(

@@ -8,6 +8,7 @@ import accelerate.utils as reference
 import pytest
 import torch
 from tests.compat.big_models import IDS, Model, seeded
+from tests.versions import needs
 from torch import nn
 
 from windlass import Accelerator, utils
@@ -17,6 +18,7 @@ def _spread(module: nn.Module) -> list[tuple[str, str]]:
     return [(name, type(part).__name__) for name, part in module.named_modules()]
 
 
+@needs("accelerate", "1.8", "older ones do not compile regions")
 @pytest.mark.parametrize("build", [seeded, lambda: seeded().blocks, lambda: nn.Linear(2, 2)])
 def test_the_same_modules_are_compiled_as_by_the_peer(build: Any) -> None:
     model = build()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.utils import modeling as reference
 from tests.compat.big_models import Model
+from tests.versions import needs
 from transformers.integrations import accelerate as transformers_reference
 
 from windlass.compat.big_models.auto_device_map import (
@@ -68,6 +69,7 @@ def test_a_map_must_cover_the_model() -> None:
         check_device_map(Model(), {key: place for key, place in MAP.items() if key != "norm"})
 
 
+@needs("accelerate", "1.10", "older ones do not warn")
 def test_strangers_in_a_map_are_a_warning_as_in_the_peer() -> None:
     for check in (check_device_map, reference.check_device_map):
         with pytest.warns(UserWarning, match="nose") as caught:

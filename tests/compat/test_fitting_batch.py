@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.versions import needs
 from transformers import trainer_utils as reference
 
 from windlass.compat.batch_size import NoBatchFitsError
@@ -22,6 +23,7 @@ def _tried(find: Any, fits: int, **options: Any) -> tuple[Any, list[int]]:
     return find(run, **options)(extra=5), sizes
 
 
+@needs("accelerate", "1.10", "older ones halve the size")
 def test_sizes_are_tried_as_by_the_reference() -> None:
     options = {"starting_batch_size": 50, "auto_find_batch_size": True}
     found = _tried(find_executable_batch_size, 30, **options)

@@ -6,6 +6,7 @@ import accelerate
 import pytest
 import torch
 from tests.compat.big_models import IDS, Block, seeded
+from tests.versions import needs
 from torch import nn
 
 from windlass.compat.big_models.attach_hooks import attach_layerwise_casting_hooks
@@ -19,6 +20,7 @@ CASES = [
 ]
 
 
+@needs("accelerate", "1.8", "older ones have no such hooks")
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.bfloat16])
 def test_dtypes_and_results_are_those_of_the_reference(options: dict, storage: torch.dtype) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from accelerate import ParallelismConfig as Peer
-from accelerate import ParallelismConfig as PeerParallelism
 from tests.dist.launch import launch
 
 from windlass import utils
@@ -40,6 +38,7 @@ from windlass.config.values import stated
 from windlass.core.errors import ConfigError
 
 peers = pytest.importorskip("accelerate.utils.dataclasses")
+Peer = pytest.importorskip("accelerate", minversion="1.10").ParallelismConfig
 
 WORDS = [
     "ComputeEnvironment",
@@ -115,10 +114,10 @@ def test_scripts_find_their_fields(name: str) -> None:
 
 def test_parallelism_has_the_peers_fields_and_axes() -> None:
     further = {"pp_size": None, "pp_handler": None, "ep_size": None}
-    assert defaults(ParallelismConfig) == defaults(PeerParallelism) | further
-    names = {n for n, v in vars(PeerParallelism).items() if isinstance(v, property)}
+    assert defaults(ParallelismConfig) == defaults(Peer) | further
+    names = {n for n, v in vars(Peer).items() if isinstance(v, property)}
     for sizes in ({}, {"dp_shard_size": 4}, {"dp_replicate_size": 2, "dp_shard_size": 3, "cp_size": 2}):
-        ours, theirs = ParallelismConfig(**sizes), PeerParallelism(**sizes)
+        ours, theirs = ParallelismConfig(**sizes), Peer(**sizes)
         assert {n: getattr(ours, n) for n in names} == {n: getattr(theirs, n) for n in names}
 
 
@@ -140,7 +139,7 @@ LEFT_TO_OTHERS = {
     "name", [*(n for n in OBJECTS if n != "DeepSpeedPlugin"), *LARGER, "ParallelismConfig"]
 )
 def test_public_methods_are_those_of_scripts(name: str) -> None:
-    theirs = PeerParallelism if name == "ParallelismConfig" else getattr(peers, name)
+    theirs = Peer if name == "ParallelismConfig" else getattr(peers, name)
     public = {n for n, v in vars(theirs).items() if callable(v) and not n.startswith("_")}
     assert {n for n in public if not hasattr(getattr(utils, name), n)} == LEFT_TO_OTHERS.get(name, set())
 
@@ -340,7 +339,7 @@ def test_the_layout_reads_the_variables_of_its_launcher(monkeypatch: pytest.Monk
     for name, value in SIZES.items():
         monkeypatch.setenv(name, value)
     for ours in (ParallelismConfig(), ParallelismConfig.from_env()):
-        theirs = PeerParallelism()
+        theirs = Peer()
         assert (ours.dp_shard_size, ours.tp_size, ours.total_size) == (4, 2, 8)
         assert (theirs.dp_shard_size, theirs.tp_size, theirs.total_size) == (4, 2, 8)
         assert type(ours.tp_handler).__name__ == type(theirs.tp_handler).__name__

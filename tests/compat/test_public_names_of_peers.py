@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("accelerate", minversion="1.10")
 
 from tests.compat import peers
 from tests.docs import refused_names

@@ -10,6 +10,7 @@ from windlass.core.errors import ConfigError, DataError
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.text.forms import LocatedRows
 from windlass.text.pair_encoder import COMPLETION, PairOptions
+from windlass.text.prepare_pairs import prepare_pairs
 from windlass.transforms.model_limits import ModelLimits
 
 pytest.importorskip("transformers")
@@ -59,3 +60,11 @@ def test_a_prompt_that_fills_the_positions_of_a_model_is_named_by_its_line(kind:
     ):
         data.prepare(located, "train")
     PreferenceData(small.tokenizer(), PairOptions(max_length=32, **changes), limits).prepare(located, "train")
+
+
+def test_a_stream_keeps_its_numbers() -> None:
+    """datasets before 3.3 removes a column that a step was to replace."""
+    rows = [{**row, "margin": float(at)} for at, row in enumerate(pairs(4))]
+    stream = small.table(rows).to_iterable_dataset()
+    found = prepare_pairs(stream, small.tokenizer(), PairOptions(), numbers=("margin",))
+    assert [row["margin"] for row in found] == [0.0, 1.0, 2.0, 3.0]

@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.versions import needs
 
+LOADED = needs(
+    "transformers", "5.23", "5.17 does not load the images of a saved Idefics 3 without torchvision"
+)
 _TEXT: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024,

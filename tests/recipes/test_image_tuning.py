@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.dist.launch import end_of, run_script
-from tests.finetuning.vision_families import family, picture
+from tests.finetuning.vision_families import LOADED, family, picture
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -74,6 +74,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@LOADED
 def test_a_named_model_is_tuned_on_files_of_images(photos: Path) -> None:
     run_script("windlass", "train", "mine.yaml", cwd=photos)
     rows = [json.loads(line) for line in (photos / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -81,6 +82,7 @@ def test_a_named_model_is_tuned_on_files_of_images(photos: Path) -> None:
     assert any("eval_loss" in row for row in rows)
 
 
+@LOADED
 def test_faults_are_named_before_training(photos: Path) -> None:
     (photos / "album" / "3.png").write_text("no image")
     code, said = end_of("windlass", "train", "mine.yaml", cwd=photos)

@@ -98,6 +98,7 @@ def test_tokens_are_those_of_the_processor(name: str) -> None:
 
 def processed(processor: Any, row: Any) -> list[int]:
     """The tokens that the processor makes of a row; PaliGemma's ends each text with a line break."""
+    pytest.importorskip("trl")
     from trl.data_utils import prepare_multimodal_messages
 
     messages = prepare_multimodal_messages(row["messages"], row["images"])
@@ -108,6 +109,7 @@ def processed(processor: Any, row: Any) -> list[int]:
 
 
 def trl_batch(processor: Any, rows: Any, **options: Any) -> Any:
+    pytest.importorskip("trl")
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
     return DataCollatorForVisionLanguageModeling(processor, **options)(copy.deepcopy(rows))

@@ -22,6 +22,7 @@ CASES: list[tuple[list[dict[str, Any]], list[str]]] = [
 
 @pytest.mark.parametrize(("messages", "images"), CASES)
 def test_messages_are_those_of_trl(messages: list[dict[str, Any]], images: list[str]) -> None:
+    pytest.importorskip("trl")
     from trl.data_utils import prepare_multimodal_messages as theirs
 
     before = copy.deepcopy(messages)

@@ -15,6 +15,7 @@ import accelerate
 import accelerate.utils as peer
 import pytest
 import torch
+from tests.versions import needs
 from torch import nn
 
 import windlass
@@ -41,6 +42,7 @@ LEFT_OUT = set(WHY)
 SIBLINGS = ["state", "logging", "local_sgd", "tracking", "big_modeling", "hooks", "optimizer", "scheduler"]
 
 
+@needs("accelerate", "1.10", "older ones have other names")
 def test_every_name_of_the_peer_is_there_or_refused() -> None:
     assert set(PEER_NAMES) <= BUILT | LEFT_OUT, set(PEER_NAMES) - BUILT - LEFT_OUT
     assert not BUILT & LEFT_OUT
@@ -100,6 +102,7 @@ def test_top_level_names_of_the_peer() -> None:
     assert names <= set(windlass.__all__)
 
 
+@needs("accelerate", "1.10", "older ones return numbers")
 @pytest.mark.parametrize("word", ["yes", "On", "1", "n", "FALSE", "0"])
 def test_words_of_consent(word: str) -> None:
     for to_bool in (True, False):
@@ -181,6 +184,7 @@ def test_wrappers_come_off() -> None:
     assert not ours.model_has_dtensor(inner)
 
 
+@needs("accelerate", "1.10", "older ones have other names")
 def test_children_before_parents() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Linear(1, 1)))
     assert ours.get_module_children_bottom_up(model) == peer.get_module_children_bottom_up(model)
@@ -239,6 +243,7 @@ def test_a_bar_on_the_main_process(capsys: pytest.CaptureFixture[str]) -> None:
         ours.tqdm(True, [1])
 
 
+@needs("accelerate", "1.10", "older ones have other names")
 def test_availability_takes_the_arguments_of_the_peer() -> None:
     names = [n for n in vars(peer) if n.startswith("is_") and n.endswith("_available")]
     for name in names:

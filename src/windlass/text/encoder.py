@@ -52,6 +52,8 @@ class RowEncoder:
         DataError: the first row is invalid, or has no chat template to be rendered with.
     """
 
+    made: tuple[str, ...] = ("input_ids", "labels")  # what `columns` returns
+
     def __init__(self, tokenizer: Any, options: Any, form: Form, example: Row) -> None:
         self._tokenizer, self._form = tokenizer, form
         self._words = WordTokens(tokenizer)

@@ -27,6 +27,8 @@ class ImageRowEncoder(RowEncoder):
         images: what the processor makes of images.
     """
 
+    made = (*RowEncoder.made, _IMAGES)
+
     def __init__(self, images: ImageProcessing, options: Any, form: Form, example: Row) -> None:
         self._images = images
         processor = images.processor

@@ -149,7 +149,7 @@ def _prepared_stream(
 ) -> Any:
     example = first_of(stream)
     step = PairStep(PairEncoder(tokenizer, options, example), options, stream.features, numbers, name)
-    return in_batches(stream, step, example)
+    return in_batches(stream, step, example, step.made)
 
 
 class PairStep:
@@ -169,6 +169,7 @@ class PairStep:
     ) -> None:
         self._encoder, self._options, self._features = encoder, options, features
         self._numbers, self._name = tuple(numbers), name
+        self.made = {PROMPT, *(f"{answer}_ids" for answer in options.answers), *numbers}
         self._read = self._dropped = 0
         self._next_message = 1
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.core.errors import DataError
+from windlass.core.errors import DataError, OutdatedDependencyError
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import version_of
 from windlass.core.threads import usable_cores
@@ -237,7 +237,7 @@ def _prepared_stream(
                 "a stream with images is not packed: set packing=False, or load the dataset (streaming=False)"
             )
             raise DataError(fix)
-        stream = stream.decode(False) if stream.features else stream  # the collator opens images
+        stream = _undecoded(stream) if stream.features else stream
     example = first_of(stream)
     form = _form_of(example, stream.column_names, options)
     if options.formatting_func is not None and form is Form.TEXT:
@@ -250,13 +250,21 @@ def _prepared_stream(
     )
     function = options.formatting_func if form is Form.TEXT else None
     step = StreamStep(encoder, function, options.dataset_text_field, stream.features)
-    tokens = in_batches(stream, step, example)
+    tokens = in_batches(stream, step, example, encoder.made)
     if options.shuffle_seed is not None:
         tokens = tokens.shuffle(seed=options.shuffle_seed)
     if options.packing is None:
         return tokens
     assert options.max_length is not None
     return pack_dataset(tokens, options.max_length, options.packing)
+
+
+def _undecoded(stream: Any) -> Any:
+    """The stream with images as the collator opens them: files, or their bytes."""
+    if not hasattr(stream, "decode"):
+        command = 'pip install --upgrade "datasets>=3.4"'
+        raise OutdatedDependencyError("datasets", version_of("datasets") or "", "3.4", command)
+    return stream.decode(False)
 
 
 class StreamStep:

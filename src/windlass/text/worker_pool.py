@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -106,9 +106,11 @@ def as_rows(columns: Any, features: Mapping[str, Any] | None) -> list[dict[str, 
     return [dict(zip(cleaned, values, strict=True)) for values in zip(*cleaned.values(), strict=True)]
 
 
-def in_batches(stream: Any, step: Callable[..., Any], example: Any) -> Any:
-    """The stream that `step` makes of the columns and the numbers of `BATCH` rows; `example` is a row."""
-    columns = list(stream.column_names or example)
+def in_batches(stream: Any, step: Callable[..., Any], example: Any, made: Collection[str]) -> Any:
+    """The stream that `step` makes of the columns and the numbers of `BATCH` rows; `example` is a row, and `made` are
+    the columns of the result, which datasets before 3.3 would remove too.
+    """
+    columns = [name for name in stream.column_names or example if name not in made]
     return stream.map(step, with_indices=True, batched=True, batch_size=BATCH, remove_columns=columns)
 
 

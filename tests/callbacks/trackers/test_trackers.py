@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.callbacks.tracker_readers import PACKAGES, READERS, Curves, each_installed, offline
 from tests.dist.launch import run_script
+from tests.versions import with_pinned
 
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.callbacks.rows import Row
@@ -78,6 +79,7 @@ def test_trackers_keep_what_metrics_jsonl_holds(name: str, tmp_path: Path) -> No
         assert not differing, (metric, differing)
 
 
+@with_pinned("accelerate")
 def test_names_and_classes_are_those_that_scripts_know() -> None:
     tracking = pytest.importorskip("accelerate.tracking")
     theirs = tracking.LOGGER_TYPE_TO_CLASS
@@ -99,6 +101,8 @@ def test_what_is_not_installed_says_how_to_install_it(name: str, monkeypatch: py
     from windlass.callbacks.tracker_registry import filter_trackers
     from windlass.core.errors import MissingDependencyError
 
+    if name in ("azure_ml", "dagshub"):
+        pytest.importorskip("mlflow", reason="which they are asked for first")
     package = PACKAGES.get(name, name)
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
     with pytest.raises(

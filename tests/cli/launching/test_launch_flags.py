@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import pytest
+from tests.versions import needs
 
 from windlass.cli.launching.launch_flags import add_launch_flags
 from windlass.config.parallel.table import FLAGS
@@ -23,6 +24,7 @@ def _peer() -> list[argparse.Action]:
     return [action for action in launch_command_parser()._actions if action.option_strings]
 
 
+@needs("accelerate", "1.10", "older ones have flags that are gone")
 def test_every_spelling_is_known_and_takes_a_value_where_theirs_does() -> None:
     own = {word: action for action in parser()._actions for word in action.option_strings}
     for action in _peer():
@@ -31,6 +33,7 @@ def test_every_spelling_is_known_and_takes_a_value_where_theirs_does() -> None:
             assert (own[word].nargs == 0) == (action.nargs == 0), word
 
 
+@needs("accelerate", "1.10", "older ones have flags that are gone")
 def test_every_flag_of_theirs_means_a_setting_or_how_the_script_starts() -> None:
     how = {"help", "config_file", "module", "no_python"}
     meant = {action.dest for action in _peer()} - how

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tests.versions import needs
 
 from windlass import TrainingArguments
 from windlass.config.parallel.keys import merge
@@ -70,6 +71,7 @@ def test_flags_of_the_real_accelerate_arrive() -> None:
     )  # fmt: skip
 
 
+@needs("accelerate", "1.10", "older ones have no flags of meshes")
 def test_the_second_version_and_meshes_of_the_real_accelerate_arrive() -> None:
     environ = of_accelerate(
         "--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "false", "--use_parallelism_config",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.versions import needs
 
 from windlass import TrainingArguments
 from windlass.config.parallel import rows_launch, rows_loop
@@ -31,6 +32,7 @@ def test_defaults_are_canonical_and_rows_are_whole(key: Key) -> None:
     assert set(key.fields) <= {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
+@needs("accelerate", "1.10", "older ones have keys that are gone")
 def test_the_peers_file_has_no_key_that_is_unknown() -> None:
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
 
@@ -39,6 +41,7 @@ def test_the_peers_file_has_no_key_that_is_unknown() -> None:
         assert {field.name for field in dataclasses.fields(kind)} - own == set()
 
 
+@needs("accelerate", "1.10", "older ones have no ParallelismConfig")
 def test_the_peers_plugin_has_no_field_that_is_unknown() -> None:
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
