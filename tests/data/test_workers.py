@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +30,9 @@ from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.config.plan import BatchPlan
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, WorkerError
 from windlass.core.job_signals import handling
+from windlass.data import workers
 from windlass.data.foreign_loader import ForeignLoader
+from windlass.data.worker_queue import WorkerEvent
 from windlass.data.workers import START_TIMEOUT_VARIABLE, Reader, read_batches, start_timeout
 
 PATIENCE = 1.0
@@ -371,41 +375,6 @@ def test_two_deaths_at_once_are_no_error_between_batches() -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-class OtherThread:
-    """A thread that receives signals, as those of libraries do while this one blocks them."""
-
-    def __init__(self) -> None:
-        self._asked, self._done = threading.Event(), threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        self._asked.wait()
-        interrupt()
-        self._done.set()
-
-    def interrupt(self) -> None:
-        self._asked.set()
-        self._done.wait()
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_ctrl_c_while_a_worker_is_forked_leaves_no_process(threads: int) -> None:
-    def work() -> None:
-        end_in_a_minute()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.register_at_fork(after_in_parent=interrupt if threads == 1 else OtherThread().interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            list(read_batches(DataLoader([0], num_workers=1), Reader("training")))
-        with pytest.raises(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
-
-    assert in_a_child(work) == 0
-
-
 class Interrupted(DataLoader[Any]):
     """Ctrl-C comes once its workers have started."""
 
@@ -430,27 +399,61 @@ def test_ctrl_c_right_after_the_first_start_is_no_error_of_a_worker() -> None:
     assert in_a_child(work) == 0
 
 
-class Handled(Dataset[int]):
-    """A worker that sends itself a signal."""
+class InterruptAt:
+    """Ctrl-C at a line of `workers`, the n-th that is run.
 
-    def __len__(self) -> int:
-        return 1
+    Attributes:
+        came: as many lines were run.
+    """
 
-    def __getitem__(self, index: int) -> int:
-        signal.raise_signal(signal.SIGUSR2)
-        return len(handled)
+    def __init__(self, line: int) -> None:
+        self._left, self.came = line, False
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != workers.__file__ or self.came:
+            return None
+        self._left -= event == "line"
+        if self._left < 0:
+            self.came = True
+            raise KeyboardInterrupt
+        return self
 
 
-handled: list[int] = []
-
-
-def test_a_worker_handles_signals_as_the_script_does() -> None:
+def test_ctrl_c_at_any_line_of_a_wait_for_a_batch_is_raised() -> None:
     def work() -> None:
-        signal.signal(signal.SIGUSR2, lambda number, frame: handled.append(number))
-        batches = read_batches(DataLoader(Handled(), num_workers=1, collate_fn=list), Reader("training"))
-        assert list(batches) == [[1]]
-        signal.raise_signal(signal.SIGUSR2)
-        assert len(handled) == 1
+        end_in_a_minute()
+        for line in itertools.count():
+            batches, interrupt = (
+                read_batches(DataLoader([0, 1], num_workers=1), Reader("training")),
+                InterruptAt(line),
+            )
+            next(batches)
+            sys.settrace(interrupt)
+            try:
+                with contextlib.suppress(KeyboardInterrupt):
+                    next(batches)
+            finally:
+                sys.settrace(None)
+            if not interrupt.came:
+                break
+        assert line > 5
+
+    assert in_a_child(work) == 0
+
+
+def test_ctrl_c_while_the_last_workers_end_is_no_error_of_theirs() -> None:
+    """Torch kills them then."""
+    whole = WorkerEvent.set
+
+    def interrupted(event: WorkerEvent) -> None:
+        WorkerEvent.set = whole  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        end_in_a_minute()
+        WorkerEvent.set = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            list(read_batches(DataLoader([0], num_workers=2), Reader("training")))
 
     assert in_a_child(work) == 0
 

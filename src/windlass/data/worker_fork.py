@@ -15,6 +15,7 @@ from windlass.core.errors import WorkerError
 from windlass.core.job_signals import handled_later, signal_name
 from windlass.core.logs import get_logger
 from windlass.core.threads import wait_for_foreign_threads
+from windlass.data.worker_queue import WorkerEvent
 from windlass.dist.beacon import beacon
 
 logger = get_logger(__name__)
@@ -61,17 +62,20 @@ class WorkerProcess(ForkProcess):
     Attributes:
         number: of the worker in its pool.
         patience: seconds after which a child that has not signed on is killed and forked again.
+        left: whether its loader was left.
         entrance: in a child that has not signed on.
     """
 
     number = 0
     patience = 30.0
+    left: WorkerEvent
     entrance: _Entrance | None = None
 
     def join(self, timeout: float | None = None) -> None:
         super().join(None if timeout is None else min(timeout, _GRACE))
 
     def terminate(self) -> None:
+        self.left.set()  # torch had no time to do so where Ctrl-C comes at the end of a pass
         self.kill()
 
     @staticmethod

@@ -21,6 +21,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 
 from windlass.core.errors import WorkerError
+from windlass.core.job_signals import handled_later
 
 _PIPE = 1 << 16  # bytes that a pipe holds
 _LOOK_SECONDS = 0.2
@@ -106,7 +107,8 @@ class WorkerEvent:
     """
 
     def __init__(self) -> None:
-        self._flag = RawValue("b", False)
+        with handled_later():  # an exception of a handler would leave the allocator of shared memory damaged
+            self._flag = RawValue("b", False)
 
     def is_set(self) -> bool:
         return bool(self._flag.value)

@@ -137,6 +137,7 @@ class _Crew:
             if isinstance(context, ForkContext):
                 worker: Any = WorkerProcess(*args, **kwargs)
                 worker.number, worker.patience = len(self._workers), start_timeout
+                worker.left = self._left
             else:
                 worker = context.Process(*args, **kwargs)  # type: ignore[attr-defined]
             self._workers.append(worker)
@@ -175,6 +176,7 @@ class _Crew:
 
     def end(self) -> None:
         """Kill the remaining workers: the queues that they share may be corrupt once one of them was killed."""
+        self._left.set()
         left = [worker for worker in self._workers if worker.pid is not None]
         for worker in left:
             worker.kill()
@@ -204,10 +206,9 @@ _lasting: WeakKeyDictionary[DataLoader[Any], _Crew] = WeakKeyDictionary()
 
 
 class _Waits(threading.local):
-    """The crews for a batch of which the present thread waits, the innermost last."""
+    """The crew for a batch of which the present thread waits."""
 
-    def __init__(self) -> None:
-        self.crews: list[_Crew] = []
+    crew: _Crew | None = None
 
 
 _waits = _Waits()
@@ -265,13 +266,14 @@ class _Reading:
 
     def _waited_for(self, work: Callable[[], Any]) -> Any:
         """Call `work`; `_DiedError` may be raised anywhere in it, and never after it."""
+        outer = _waits.crew
         try:
-            _waits.crews.append(self._crew)
+            _waits.crew = self._crew
             if self._crew.is_broken():
                 raise _DiedError
             return work()
         finally:
-            _waits.crews.pop()
+            _waits.crew = outer
 
     def _failed(self, error: WorkerError) -> WorkerError:
         """What to raise. The next pass over the loader starts new workers."""
@@ -360,8 +362,8 @@ class _Listener:
                 # Torch's, of a worker that died after we looked: look again, and it is no longer found.
                 if not any(crew.is_named_in(error) for crew in _all_crews()):
                     raise
-        waits = _waits.crews  # of the main thread, where handlers run
-        if waits and waits[-1].is_broken():
+        waited_for = _waits.crew  # of the main thread, where handlers run
+        if waited_for is not None and waited_for.is_broken():
             raise _DiedError
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -47,6 +47,8 @@ class DividedExperts(nn.Module):
         if len(received):
             with computing_with(self, dict(zip(self.expert_names, own, strict=True)), received.dtype):
                 made = super().forward(received, routes.experts[:, None], received.new_ones(len(received), 1))
+                # Under autocast it may have another dtype, which a rank that received no token does not know.
+                made = made.to(received.dtype)
         returned = routes.exchange(made, anchor, back=True)[routes.order.argsort()]
         weighted = returned.view(-1, count, width) * weights.reshape(-1, count, 1)
         return weighted.sum(1).to(hidden_states.dtype).view_as(hidden_states)
