@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 import pytest
+from torch import nn
 
-from windlass.metrics.speed import speed_metrics
+from windlass.metrics.speed import ModelFlops, count_flops, speed_metrics
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,11 @@ def test_the_arguments_follow_one_another_as_scripts_pass_them() -> None:
     utils = pytest.importorskip("transformers.trainer_utils")
     ours, theirs = (list(inspect.signature(f).parameters) for f in (speed_metrics, utils.speed_metrics))
     assert ours[1:] == theirs[1:]
+
+
+def test_a_weight_that_is_computed_is_counted_by_its_parameters() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    computed: list[nn.Module] = []
+    layer.parametrizations.weight.register_forward_hook(lambda part, *_: computed.append(part))
+    assert count_flops(nn.Sequential(layer)) == ModelFlops(6.0 * (2 + 4 + 2), 0.0)
+    assert not computed

@@ -68,14 +68,21 @@ def count_flops(model: nn.Module) -> ModelFlops | None:
     chosen = getattr(getattr(config, "text_config", None) or config, "num_experts_per_tok", None)
     if chosen is not None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return None
-    heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - heads
+    tables = _weights_of(model, nn.Embedding) - _weights_of(model, nn.Linear)
     multiplied = [p for p in model.parameters() if id(p) not in tables]
     if not all(p.is_floating_point() for p in multiplied):  # several weights are packed into one number
         return None
     trained = sum(p.numel() for p in multiplied if p.requires_grad)
     frozen = sum(p.numel() for p in multiplied if not p.requires_grad)
     return ModelFlops(6.0 * trained + 4.0 * frozen, _attention(config))
+
+
+def _weights_of(model: nn.Module, kind: type[nn.Module]) -> set[int]:
+    """The ids of parameters called "weight". The attribute may be computed, as `weight_norm` does: torch before 2.11
+    cannot do so of shards.
+    """
+    found = (part.named_parameters(recurse=False) for part in model.modules() if isinstance(part, kind))
+    return {id(param) for own in found for name, param in own if name == "weight"}
 
 
 def _attention(config: Any) -> float:
