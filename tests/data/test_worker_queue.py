@@ -23,7 +23,7 @@ from tests.trainer.resume_cases import in_a_child
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from windlass.core.errors import WorkerError
-from windlass.data.worker_queue import advice
+from windlass.data.worker_queue import WorkerQueue, advice
 from windlass.data.workers import Reader, read_batches
 
 FULL = "unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)"
@@ -166,6 +166,32 @@ def test_a_message_without_an_end_stops_no_reader(reading: Callable[[], None]) -
     def work() -> None:
         end_in_a_minute()
         reading()
+
+    assert in_a_child(work) == 0
+
+
+def test_ctrl_c_while_a_message_is_put_in_leaves_no_lock() -> None:
+    """Python has acquired the lock, and not yet begun what lets it go."""
+
+    def interrupt(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not threading.Condition.__enter__.__code__:
+            return None
+        if event == "return":
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return interrupt
+
+    def work() -> None:
+        end_in_a_minute()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        queue = WorkerQueue(ctx=multiprocessing.get_context("fork"))
+        queue.put(0)
+        sys.settrace(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            queue.put(1)
+        queue.put(2)
+        assert queue.get(timeout=60) == 0
+        queue.cancel_join_thread()
 
     assert in_a_child(work) == 0
 

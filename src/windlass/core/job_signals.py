@@ -90,8 +90,9 @@ def handling(number: int, handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handled_later() -> Iterator[None]:
-    """For a fork: within the body no handler of a signal is called in this process; those of signals that came are
-    called at its end. A process that is forked meanwhile, by this thread or another one, calls them as they come.
+    """For a fork, or a lock of a library: within the body no handler of a signal is called in this process; those of
+    signals that came are called at its end. A process that is forked meanwhile, by this thread or another one, calls
+    them as they come.
 
     An exception of a handler, such as KeyboardInterrupt, would leave behind a process that no caller knows; in a
     function that Python calls around the fork it would be lost. To block signals is not enough: another thread receives

@@ -57,6 +57,12 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
         thread = weakref.ref(self._thread)
         self._jointhread = Finalize(self._thread, _join, [thread, os.getppid()], exitpriority=_AFTER_CLOSING)
 
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        with (
+            handled_later()
+        ):  # an exception of a handler could leave the lock held, for which the end of a pass waits
+            super().put(obj, block, timeout)
+
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next message. Raises queue.Empty if it is not whole within `timeout`; a further call goes on with it."""
         if sys.platform == "win32":  # there a message is written as a whole
