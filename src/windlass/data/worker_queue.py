@@ -58,9 +58,8 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
         self._jointhread = Finalize(self._thread, _join, [thread, os.getppid()], exitpriority=_AFTER_CLOSING)
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        with (
-            handled_later()
-        ):  # an exception of a handler could leave the lock held, for which the end of a pass waits
+        # An exception of a handler could leave the lock held, for which the end of a pass waits.
+        with handled_later():
             super().put(obj, block, timeout)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
