@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -98,8 +99,21 @@ def wait_for_foreign_threads(patience: float = 0.05) -> bool:
     return True
 
 
+def python_threads() -> list[threading.Thread]:
+    """`threading.enumerate()`, in which no garbage is collected: it holds a lock that a thread needs to end, and
+    garbage may wait for such an end, as torch's iterator does for the thread that pins its batches.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return threading.enumerate()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _foreign_thread_runs() -> bool:
-    pythons = {thread.native_id for thread in threading.enumerate()}
+    pythons = {thread.native_id for thread in python_threads()}
     pythons.add(threading.get_native_id())
     try:
         tasks = os.listdir(_TASKS)

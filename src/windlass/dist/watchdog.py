@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.core.logs import get_logger
+from windlass.core.threads import python_threads
 from windlass.dist.beacon import AFTER, FOLDER_VARIABLE, MEETING, START, WAITS, Beacon, Lookout, Mark, beacon
 
 logger = get_logger(__name__)
@@ -166,7 +167,7 @@ def stacks() -> str:
     """The stacks of all threads of this process but the watching one, the main thread first."""
     frames = sys._current_frames()
     main = threading.main_thread()
-    threads = [main, *(t for t in threading.enumerate() if t not in (main, threading.current_thread()))]
+    threads = [main, *(t for t in python_threads() if t not in (main, threading.current_thread()))]
     parts = []
     for thread in threads:
         frame = frames.get(thread.ident or 0)
