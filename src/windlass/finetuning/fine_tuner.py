@@ -157,12 +157,13 @@ class FineTuner(Trainer):
         Args:
             auxiliary: the load-balancing loss of experts, a mean over the batch, which counts `weight` times.
         """
-        if self._services.evaluator.filling:
+        services, training = self._services, self.model.training
+        if services.loss.normaliser.filler if training else services.evaluator.filling:
             return
         if self._router_weight:
             times = torch.full((), float(weight), device=self.accelerator.device)
             sums = {**sums, "aux_loss": (times * (0 if auxiliary is None else auxiliary), times)}
-        self._figures.add(sums, count_tokens(inputs), training=self.model.training, extremes=extremes)
+        self._figures.add(sums, count_tokens(inputs), training=training, extremes=extremes)
 
     # --- data -------------------------------------------------------------------------------------------------------
 
