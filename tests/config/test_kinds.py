@@ -30,6 +30,7 @@ class _ByValue(StrEnum):
         (kinds.whole, " 7 ", 7),
         (kinds.natural, "100000000.0", 100_000_000),
         (kinds.number, "0.5", 0.5),
+        (kinds.number, ".0", 0.0),
         (kinds.port, 0, 0),
         (kinds.text, 3, "3"),
         (kinds.words, "A, B,", ("A", "B")),

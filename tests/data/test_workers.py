@@ -451,6 +451,7 @@ def test_ctrl_c_while_the_last_workers_end_is_no_error_of_theirs() -> None:
 
     def work() -> None:
         end_in_a_minute()
+        gc.disable()  # a loader of another test, whose event would be set
         WorkerEvent.set = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             list(read_batches(DataLoader([0], num_workers=2), Reader("training")))

@@ -39,7 +39,7 @@ def _numeric(kind: type[int] | type[float], fix: str) -> Reader:
         if not isinstance(raw, bool) and isinstance(raw, (int, kind, str)):
             with contextlib.suppress(ValueError):
                 # Launchers of accelerate up to 1.12 write FSDP_MIN_NUM_PARAMS=100000000.0.
-                return kind(raw.removesuffix(".0") if isinstance(raw, str) else raw)
+                return kind(raw.removesuffix(".0") if kind is int and isinstance(raw, str) else raw)
         raise ValueError(fix)
 
     return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing.connection
 import multiprocessing.queues
@@ -45,6 +46,8 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
         self._received = bytearray()
+        if not after_fork:
+            self._notempty = threading.Condition()  # whose lock knows which thread holds it
 
     def _start_thread(self) -> None:
         """Before a process ends, its thread must have let the lock go, which the other workers need. It may also wait
@@ -58,9 +61,13 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
         self._jointhread = Finalize(self._thread, _join, [thread, os.getppid()], exitpriority=_AFTER_CLOSING)
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        # An exception of a handler could leave the lock held, for which the end of a pass waits.
-        with handled_later():
+        try:
             super().put(obj, block, timeout)
+        except BaseException:
+            # Ctrl-C, before the block began that releases the lock, for which the end of a pass waits.
+            with contextlib.suppress(RuntimeError):  # another thread holds it, or none
+                self._notempty.release()
+            raise
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next message. Raises queue.Empty if it is not whole within `timeout`; a further call goes on with it."""
