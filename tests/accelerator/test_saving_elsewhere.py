@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ import pytest
 import torch
 from tests.accelerator.loop_cases import make, tiny
 from tests.dist.launch import run_script
+from tests.interrupts import InterruptAt
 from tests.trainer.adapter_cases import adapted, base
 from torch import Tensor, nn
 
@@ -147,38 +146,16 @@ def test_a_save_that_has_begun_is_not_changed_by_ctrl_c_and_the_save_after_it(
     assert (first / "own.txt").read_text() == "own"
 
 
-class InterruptAt:
-    """Ctrl-C at a line of `loop_saver`, the n-th that is run.
-
-    Attributes:
-        came: as many lines were run.
-    """
-
-    def __init__(self, line: int) -> None:
-        self._left, self.came = line, False
-
-    def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != loop_saver.__file__ or self.came:
-            return None
-        self._left -= event == "line"
-        if self._left < 0:
-            self.came = True
-            raise KeyboardInterrupt
-        return self
-
-
-def test_ctrl_c_at_any_line_leaves_each_save_its_values(tmp_path: Path) -> None:
+def test_ctrl_c_at_any_line_leaves_each_save_its_values(tmp_path: Path, gate: threading.Event) -> None:
     accelerator, model = loop()
     first, second = tmp_path / "first", tmp_path / "second"
     for line in itertools.count():
-        before, interrupt = weights(model), InterruptAt(line)
-        sys.settrace(interrupt)
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                accelerator.save_state(first, background=True)
-        finally:
-            sys.settrace(None)
+        before = weights(model)
+        gate.clear()
+        with InterruptAt(loop_saver, line) as interrupt:
+            accelerator.save_state(first, background=True)
         change(model)
+        threading.Timer(0.02, gate.set).start()  # the next save begins while this one goes on
         accelerator.save_state(second, background=True)
         accelerator.wait_for_everyone()
         assert not first.exists() or same(loaded(first), before), line

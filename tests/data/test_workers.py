@@ -11,7 +11,6 @@ import multiprocessing.connection
 import multiprocessing.util
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.data.cases import Augmented, Stream, end_in_a_minute, of_worker, train_loader
+from tests.interrupts import InterruptAt
 from tests.trainer.preemption_cases import At
 from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
 from torch.utils.data import DataLoader, Dataset
@@ -399,41 +399,14 @@ def test_ctrl_c_right_after_the_first_start_is_no_error_of_a_worker() -> None:
     assert in_a_child(work) == 0
 
 
-class InterruptAt:
-    """Ctrl-C at a line of `workers`, the n-th that is run.
-
-    Attributes:
-        came: as many lines were run.
-    """
-
-    def __init__(self, line: int) -> None:
-        self._left, self.came = line, False
-
-    def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != workers.__file__ or self.came:
-            return None
-        self._left -= event == "line"
-        if self._left < 0:
-            self.came = True
-            raise KeyboardInterrupt
-        return self
-
-
 def test_ctrl_c_at_any_line_of_a_wait_for_a_batch_is_raised() -> None:
     def work() -> None:
         end_in_a_minute()
         for line in itertools.count():
-            batches, interrupt = (
-                read_batches(DataLoader([0, 1], num_workers=1), Reader("training")),
-                InterruptAt(line),
-            )
+            batches = read_batches(DataLoader([0, 1], num_workers=1), Reader("training"))
             next(batches)
-            sys.settrace(interrupt)
-            try:
-                with contextlib.suppress(KeyboardInterrupt):
-                    next(batches)
-            finally:
-                sys.settrace(None)
+            with InterruptAt(workers, line) as interrupt:
+                next(batches)
             if not interrupt.came:
                 break
         assert line > 5
