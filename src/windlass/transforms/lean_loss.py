@@ -124,11 +124,19 @@ def lean_log_probabilities(
     found = _without_logits(model, core, lambda head: head.log_probabilities(model, inputs))
     if found is not None:
         return found
+    logits, targets, auxiliary = _whole_logits(model, core, inputs)
+    return log_probabilities_of(logits, targets), auxiliary
+
+
+def _whole_logits(
+    model: nn.Module, core: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The logits of a forward, the target of each position, and the auxiliary loss."""
     outputs = model(**unlabelled(core, inputs), **without_cache(core))
     targets = inputs["shift_labels"] if "shift_labels" in inputs else shifted(inputs["labels"])
     # A wrapper may have put positions of its own in front.
     logits = output_of(outputs, "logits")[..., -targets.shape[-1] :, :]
-    return log_probabilities_of(logits, targets), output_of(outputs, "aux_loss")
+    return logits, targets, output_of(outputs, "aux_loss")
 
 
 def _check_labels(inputs: Mapping[str, Any]) -> None:
@@ -209,18 +217,14 @@ def _of_logits(
     model: nn.Module, core: nn.Module, inputs: Mapping[str, Any], options: LossOptions
 ) -> LossSums:
     """The sums of an evaluation in stages, whose forward returns whole logits on every rank."""
-    outputs = model(**unlabelled(core, inputs), **without_cache(core))
-    targets = inputs["shift_labels"] if "shift_labels" in inputs else shifted(inputs["labels"])
-    logits = output_of(outputs, "logits")[..., -targets.shape[-1] :, :]
+    logits, targets, auxiliary = _whole_logits(model, core, inputs)
     logs = logits.log_softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     real = targets != IGNORED
     chosen = logs.gather(-1, torch.where(real, targets, 0)[..., None])[..., 0]
     own = chosen * chosen.exp() if options.dynamic else chosen
     losses = (options.label_smoothing - 1.0) * own - options.label_smoothing * logs.mean(-1)
     entropy, correct, count = _figures(logits, targets)
-    return LossSums(
-        torch.where(real, losses, 0).sum(), entropy, correct, count, output_of(outputs, "aux_loss")
-    )
+    return LossSums(torch.where(real, losses, 0).sum(), entropy, correct, count, auxiliary)
 
 
 def _own_loss(
