@@ -24,7 +24,8 @@ from windlass.finetuning.kto_trainer import KTOTrainer
 
 pytest.importorskip("transformers")
 CASES: dict[str, dict[str, Any]] = {
-    "packed": {"lora": False, "packing": True},
+    # The second update has one micro-batch, of which the schedule makes two.
+    "packed": {"lora": False, "packing": True, "layers": 4},
     "completions": {"lora": False, "packing": False, "completion_only_loss": True},
     "smoothed": {"lora": False, "packing": False, "label_smoothing_factor": 0.1},
     "dynamic": {"lora": False, "packing": False, "loss_type": "dft"},
@@ -47,7 +48,7 @@ SINGLE: dict[str, dict[str, Any]] = {
     "scored": {"kind": "reward", "center_rewards_coefficient": 0.01},
     "scored by an adapter": {"kind": "reward", "lora": True},
 }
-SCHEDULES = {"packed": "1F1B", "completions": "GPipe", "smoothed": "GPipe", "dynamic": "1F1B"}
+SCHEDULES = {"packed": "Interleaved1F1B", "completions": "GPipe", "smoothed": "GPipe", "dynamic": "1F1B"}
 
 
 @pytest.mark.dist

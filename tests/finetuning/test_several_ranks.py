@@ -45,7 +45,14 @@ def adapter() -> Any:
 
 
 def figures(
-    folder: Path, *, lora: bool, packing: bool, streaming: bool = False, samples: int = 24, **changes: Any
+    folder: Path,
+    *,
+    lora: bool,
+    packing: bool,
+    streaming: bool = False,
+    samples: int = 24,
+    layers: int = 2,
+    **changes: Any,
 ) -> list[dict[str, float]]:
     """The reports of two updates over the same samples, on any number of ranks."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -55,8 +62,9 @@ def figures(
     )  # fmt: skip
     rows = small.table(small.prompts(samples))
     train = rows.to_iterable_dataset() if streaming else rows
+    model = small.model(num_hidden_layers=layers)
     trainer = SFTTrainer(
-        small.model(), args, train_dataset=train, eval_dataset=rows, processing_class=small.tokenizer(),
+        model, args, train_dataset=train, eval_dataset=rows, processing_class=small.tokenizer(),
         peft_config=adapter() if lora else None,
     )  # fmt: skip
     trainer.train()
