@@ -53,7 +53,7 @@ test-xla:
 OLDEST := .venv-oldest
 OLDEST_TESTS := tests/engine tests/forecast tests/metrics tests/precision tests/core/test_optional.py \
 	tests/accelerator/test_own_loop.py tests/config tests/compat tests/text \
-	$(patsubst %,tests/finetuning/test_%.py,peft_adapters preference_data sft_images \
+	$(patsubst %,tests/finetuning/test_%.py,peft_adapters pipeline_ranks preference_data sft_images \
 	sft_trainer) \
 	$(patsubst %,tests/trainer/test_%.py,column_checks continuing own_state pipeline_runs resume) \
 	$(patsubst %,tests/transforms/test_%.py,compile context ddp document_attention document_images expert_layers \
