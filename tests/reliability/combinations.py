@@ -42,11 +42,14 @@ class Combinations:
 
     Args:
         jobs: how many at the same time.
+        preloaded: import here what runs import. A process that has asked for an accelerator cannot be forked with it,
+            and libraries ask while they are imported.
     """
 
-    def __init__(self, place: Path, jobs: int) -> None:
+    def __init__(self, place: Path, jobs: int, preloaded: bool = True) -> None:
         self._place = place
-        preload(_train_once, place)
+        if preloaded:
+            preload(_train_once, place)
         # Its processes are forked here, while this one has a single thread.
         self._pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"))
 
@@ -67,8 +70,8 @@ class Combinations:
 
 
 @contextlib.contextmanager
-def combinations_in(place: Path, jobs: int) -> Iterator[Combinations]:
-    made = Combinations(place, jobs)
+def combinations_in(place: Path, jobs: int, preloaded: bool = True) -> Iterator[Combinations]:
+    made = Combinations(place, jobs, preloaded)
     try:
         yield made
     finally:
@@ -130,16 +133,21 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--accelerator", action="store_true", help="cases of one process on this machine's")
     parser.add_argument("--only", metavar="SPEC", help="one case; its folder is kept if it falls short")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", type=Path, help="a file to which one line of JSON is added for each case")
     given = parser.parse_args(words)
     try:
-        cases = [parse(given.only)] if given.only else [draw(given.seed, n) for n in range(given.cases)]
+        cases = (
+            [parse(given.only)]
+            if given.only
+            else [draw(given.seed, n, given.accelerator) for n in range(given.cases)]
+        )
     except ValueError as error:
         parser.error(f"--only: {error}")
     place, started = Path(tempfile.mkdtemp(prefix="windlass-combinations-", dir=memory())), time.monotonic()
-    with combinations_in(place, given.jobs) as made:
+    with combinations_in(place, given.jobs, not given.accelerator) as made:
         results = made.examine(cases, lambda result: show(result, given.write))
     print(
         f"{summary(results)}\n{time.monotonic() - started:.0f} s; folders of those that fall short: {place}"

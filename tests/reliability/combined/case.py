@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tests.reliability.combined.features import BY_NAME, FEATURES
 from tests.reliability.combined.recipe import KINDS, Feature, Recipe
 
-_WITH, _KILL = "with", "kill"
+_WITH, _KILL, _DEVICE = "with", "kill", "device"
 _SPREAD, _TRANSFORMERS = 0.45, 0.35  # shares of cases on several ranks, and with a model of transformers
 
 
@@ -61,17 +61,24 @@ def parse(spec: str) -> Case:
     return Case(kind, _ordered(given.items()), kill)
 
 
-def draw(seed: int, number: int) -> Case:
-    """The case of this number: the same for the same seed."""
+def draw(seed: int, number: int, accelerator: bool = False) -> Case:
+    """The case of this number: the same for the same seed.
+
+    Args:
+        accelerator: it is trained on this machine's, by one process.
+    """
     chance = random.Random(f"{seed} {number}")
     kind = chance.choices(KINDS, (5, 3, 3, 2))[0]
     asked = dict[str, str]()
     if kind in ("sft", "dpo") or chance.random() < _TRANSFORMERS:
         asked["model"] = "llama"
-    if chance.random() < _SPREAD:
+    if accelerator:
+        asked[_DEVICE] = "accelerator"
+    elif chance.random() < _SPREAD:
         asked["ranks"] = chance.choice(BY_NAME["ranks"].values)
     wanted = len(asked) + chance.choice((2, 3))
-    names = [feature.name for feature in FEATURES if kind in feature.kinds and feature.name not in asked]
+    left = {*asked, _DEVICE}
+    names = [feature.name for feature in FEATURES if kind in feature.kinds and feature.name not in left]
     chance.shuffle(names)
     for name in names:
         feature = BY_NAME[name]

@@ -48,6 +48,10 @@ def weights_are_spread(effect: Effect) -> None:
     assert (share < 0.9) == sharded, f"a rank holds {share:.2f} of the weights"
 
 
+def weights_are_on_the_accelerator(effect: Effect) -> None:
+    assert "cpu" not in effect.whole.seen["devices"], f"weights are on {effect.whole.seen['devices']}"
+
+
 def optimizer_is_another(effect: Effect) -> None:
     ours, theirs = (outcome.seen.get("optimizer") for outcome in (effect.whole, effect.without))
     if effect.value == "adamw_8bit":

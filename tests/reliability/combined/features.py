@@ -77,6 +77,11 @@ def _ranks(recipe: Recipe, value: str) -> None:
         recipe.approximate(1e-4, 1e-5)
 
 
+def _device(recipe: Recipe, value: str) -> None:
+    recipe.on_processor = False
+    recipe.approximate(1e-7)
+
+
 def _optim(recipe: Recipe, value: str) -> None:
     recipe.arguments["optim"] = value
     if value in LOW_RANK:
@@ -241,6 +246,8 @@ FEATURES = (
         checks.weights_are_spread,
         apart={"images": ("ep-2",)},  # whose model has no experts
     ),
+    # Drawn only where it is asked for: see `draw`.
+    Feature("device", ("accelerator",), _device, checks.weights_are_on_the_accelerator, apart={"ranks": ANY}),
     Feature(
         "optim",
         OPTIMIZERS,

@@ -16,7 +16,14 @@ from tests.reliability.combined.watch import Instants, Watch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from windlass import Accelerator, LossTerms, ParallelismConfig, Trainer, TrainingArguments
+from windlass import (
+    Accelerator,
+    LossTerms,
+    ParallelismConfig,
+    Trainer,
+    TrainingArguments,
+    enable_full_determinism,
+)
 from windlass.optim.public import get_scheduler
 from windlass.utils import (
     DataLoaderConfiguration,
@@ -82,6 +89,8 @@ class Loop:
         self.recipe, self.watch, self.log = recipe, watch, Log()
         self._asked = asked = settings(recipe)
         self.accelerator = accelerator = accelerator_of(recipe, asked, folder)
+        if asked["full_determinism"]:
+            enable_full_determinism(42)
         model = model_of(recipe)
         if asked.get("gradient_checkpointing"):
             model.gradient_checkpointing_enable()
@@ -143,9 +152,11 @@ class Loop:
     def _note(self, loss: Any, labels: Tensor) -> None:
         """Log the mean over all processes."""
         terms = loss if isinstance(loss, LossTerms) else LossTerms(loss * len(labels), len(labels))
-        total = torch.stack([terms.sum.detach().double(), torch.as_tensor(float(terms.weight)).double()])
-        total = self.accelerator.reduce(total, "sum")
+        total = self.accelerator.reduce(self._numbers(terms.sum, terms.weight), "sum")
         self.log.add(loss=float(total[0] / total[1]))
+
+    def _numbers(self, *values: Any) -> Tensor:
+        return torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.accelerator.device)
 
     def _clip(self) -> None:
         if self._asked["max_grad_norm"]:
@@ -176,14 +187,11 @@ class Loop:
             logits = logits_of(self.model(input_ids=batch["input_ids"]))[:, -batch["labels"].shape[1] :]
             kept = self.accelerator.gather_for_metrics(
                 torch.stack([
-                    torch.stack([
-                        summed(self.recipe, one[None], label[None]).double(),
-                        torch.tensor(float(targets(self.recipe, label[None]))).double(),
-                    ])
+                    self._numbers(summed(self.recipe, one[None], label[None]), targets(self.recipe, label[None]))
                     for one, label in zip(logits, batch["labels"], strict=True)
                 ])
             )  # fmt: skip
-            total += kept.sum(0)
+            total += kept.sum(0).cpu()
         if averaged:
             self.optimizer.train()
         return float(total[0] / total[1]) * (FACTOR if self.recipe.loss == "func_factor" else 1.0)
@@ -200,7 +208,7 @@ def accelerator_of(recipe: Recipe, asked: dict[str, Any], folder: Path) -> Accel
         plugins["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=int(recipe.strategy[-1]))
     precision = next((name for name in ("bf16", "fp16") if asked.get(name)), "no")
     return Accelerator(
-        cpu=True,
+        cpu=recipe.on_processor,
         mixed_precision=precision,
         gradient_accumulation_steps=recipe.accumulation,
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
@@ -222,7 +230,7 @@ def optimizer_of(model: nn.Module, asked: dict[str, Any]) -> Any:
         optim=asked["optim"],
         optim_args=asked.get("optim_args"),
         learning_rate=asked["learning_rate"],
-        use_cpu=True,
+        use_cpu=asked["use_cpu"],
         report_to="none",
     )
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)

@@ -76,7 +76,7 @@ class Examination:
     def answers(self) -> Iterator[tuple[str, list[str]]]:
         yield "killed and resumed", self._resumed()
         if not self._recipe.draws:
-            yield "two processes equal one", self._on_other_ranks()
+            yield self._other_ranks(), self._on_other_ranks()
         if self._may_change_evaluations():
             yield "an evaluation changes nothing", self._with_other_evaluations()
         if self.whole.reread is not None:
@@ -100,9 +100,16 @@ class Examination:
             problems.append(f"{where}: {_first_difference(end.rows, self.whole.rows)}")
         return problems
 
+    def _other_ranks(self) -> str:
+        return (
+            "two processes equal one" if self._recipe.on_processor else "an accelerator equals the processor"
+        )
+
     def _on_other_ranks(self) -> list[str]:
         other = copy.deepcopy(self._recipe)
-        other.strategy, other.world = ("ddp", 2) if other.world == 1 else ("alone", 1)
+        if other.on_processor:
+            other.strategy, other.world = ("ddp", 2) if other.world == 1 else ("alone", 1)
+        other.on_processor = True
         other.axes = {}
         if "fsdp_config" in other.arguments:
             del other.arguments["fsdp_config"]

@@ -48,7 +48,6 @@ _STEPS = {
     "disable_tqdm": True,
     "log_level": "error",
     "report_to": "none",
-    "use_cpu": True,
     "ddp_timeout": 60,
 }
 # Defaults of SFTConfig that are features here.
@@ -59,6 +58,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     """All arguments of a recipe."""
     chosen = {
         **_STEPS,
+        "use_cpu": recipe.on_processor,
+        "full_determinism": not recipe.on_processor,
         "per_device_train_batch_size": GLOBAL_BATCH // recipe.data_ranks,
         "gradient_accumulation_steps": recipe.accumulation,
         **(_SFT if recipe.kind in ("sft", "dpo") else {}),

@@ -110,6 +110,7 @@ class Watch(TrainerCallback):
         self._trained = dict(model.named_parameters())
         self._prompts = {module for name, module in model.named_modules() if "prompt_encoder" in name}
         elements = sum(tensor.numel() for tensor in self._started.values())
+        self.seen["devices"] = sorted({p.device.type for p in model.parameters()})
         self.seen["share"] = elements / sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
     def update(self, model: nn.Module, optimizer: Any) -> None:
