@@ -139,11 +139,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="a file to which one line of JSON is added for each case")
     given = parser.parse_args(words)
     try:
-        cases = (
-            [parse(given.only)]
-            if given.only
-            else [draw(given.seed, n, given.accelerator) for n in range(given.cases)]
-        )
+        drawn = (draw(given.seed, number, given.accelerator) for number in range(given.cases))
+        cases = [parse(given.only)] if given.only else list(drawn)
     except ValueError as error:
         parser.error(f"--only: {error}")
     place, started = Path(tempfile.mkdtemp(prefix="windlass-combinations-", dir=memory())), time.monotonic()
