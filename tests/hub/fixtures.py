@@ -33,7 +33,7 @@ def end_uploads() -> None:
     for thread in threading.enumerate():
         if thread.name == "windlass-hub":
             thread.join(60)
-            assert not thread.is_alive(), "it waits for uploads that nobody makes any longer"
+            assert not thread.is_alive(), "it waits, and there is nothing to upload"
 
 
 @pytest.fixture

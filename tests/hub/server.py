@@ -385,7 +385,7 @@ class Server(ThreadingHTTPServer):
         thread.start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has left is no error of the server."""
+        """Says nothing if a client has left."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
