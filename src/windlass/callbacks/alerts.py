@@ -148,8 +148,9 @@ class Webhook:
                 return
             self._waiting.append(json.dumps({**alert, "text": text}).encode())
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="windlass-alerts", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="windlass-alerts", daemon=True)
+                thread.start()
+                self._thread = thread  # not before: one that Ctrl-C kept from starting cannot be joined
 
     def _finish(self) -> None:
         """Called when the interpreter shuts down, as after an error of which the last alert tells."""
