@@ -61,8 +61,14 @@ _FOREIGN = (
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by DeepSpeed, which peft, trl and transformers import if it is installed
 )
 
-# There is one of each in a process, from its first use on.
-_LASTING = ("windlass-run-lock", "windlass-watchdog", "tqdm_monitor", "IPythonHistorySavingThread")
+# There is one of each in a process, from its first use on; the last ends when its loader is collected as garbage.
+_LASTING = (
+    "windlass-run-lock",
+    "windlass-watchdog",
+    "tqdm_monitor",
+    "IPythonHistorySavingThread",
+    "QueueFeederThread",
+)
 _ENDING = 30.0  # seconds that a thread has to end, after its test
 
 
