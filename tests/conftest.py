@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import shutil
 import signal
 import sys
+import threading
 
 # Before the first import of torch: several test processes share the cores, and more threads would only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,6 +60,10 @@ _FOREIGN = (
     "TORCHELASTIC_",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by DeepSpeed, which peft, trl and transformers import if it is installed
 )
+
+# There is one of each in a process, from its first use on.
+_LASTING = ("windlass-run-lock", "windlass-watchdog", "tqdm_monitor", "IPythonHistorySavingThread")
+_ENDING = 30.0  # seconds that a thread has to end, after its test
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -114,6 +120,23 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
 
 
+def _threads_left(before: set[threading.Thread]) -> Iterator[str]:
+    """Threads that go on after the test that started them: what they do would happen to another one."""
+    if not _started_since(before):
+        return
+    gc.collect()  # the threads of a loader end with it
+    for thread in _started_since(before):
+        with contextlib.suppress(RuntimeError):  # it is listed, and has not started yet
+            thread.join(_ENDING)
+        if thread.is_alive():
+            yield f"the thread {thread.name}"
+
+
+def _started_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    lasting = (*_LASTING, "Dummy-")  # the latter are not Python's
+    return [new for new in threading.enumerate() if new not in before and not new.name.startswith(lasting)]
+
+
 def _left_behind(environment: dict[str, str], dtype: torch.dtype) -> Iterator[str]:
     now = _environment()
     for name in sorted(environment.keys() | now.keys()):
@@ -149,12 +172,12 @@ def _forget_the_accelerator() -> None:
 @pytest.fixture(autouse=True)
 def _clean_hands() -> Iterator[None]:
     """Fails a test that leaves process-wide state changed, and puts it back for the next one."""
-    environment, dtype = _environment(), torch.get_default_dtype()
+    environment, dtype, threads = _environment(), torch.get_default_dtype(), set(threading.enumerate())
     yield
     # Every Trainer sets them, also one of a module's fixture, which ran before this one.
     logs.set_verbosity(_VERBOSITY)
     logging.getLogger("windlass").propagate = _PROPAGATES
     _forget_the_accelerator()
-    left = list(_left_behind(environment, dtype))
+    left = [*_left_behind(environment, dtype), *_threads_left(threads)]
     _put_back(environment, dtype)
     assert not left, "the test left behind: " + "; ".join(left)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer, read_metrics
-from windlass.callbacks.alerts import WEBHOOK_VARIABLE, Alerts, read_rules
+from windlass.callbacks.alerts import WEBHOOK_VARIABLE, Alerts, Webhook, read_rules
 from windlass.callbacks.run_view import read_run
 from windlass.core.errors import ConfigError
 
@@ -103,6 +104,18 @@ def test_the_alerts_of_an_error_are_sent_before_the_process_ends(
     ended = subprocess.run([sys.executable, "-c", LAST_WORDS], capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended.stderr
     assert [received.get(timeout=30)["alert"] for _ in range(2)] == ["loss_rise", "data_wait"]
+
+
+def test_the_thread_that_posts_ends_with_the_last_alert(received: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """A process that makes many runs, as a search does, would have one more with each."""
+    webhook = Webhook(os.environ[WEBHOOK_VARIABLE])
+    for step in (1, 2):
+        webhook.send({"alert": "loss_rise", "step": step, "message": "the loss is NaN"})
+        assert received.get(timeout=30)["step"] == step
+        for thread in threading.enumerate():
+            if thread.name == "windlass-alerts":
+                thread.join(10)
+                assert not thread.is_alive()
 
 
 def test_an_address_that_does_not_answer_does_not_stop_a_run(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+from tests.interrupts import InterruptAt
 
+from windlass.callbacks import clock_file
 from windlass.callbacks.clock_file import CLOCK, ClockFile, read_clock
 from windlass.core.run_clock import RunClock
 from windlass.core.whole_file import OutputFolder
@@ -27,3 +30,17 @@ def test_the_clock_goes_on_once_the_disk_works_again(tmp_path: Path, monkeypatch
     assert not (tmp_path / "elsewhere").exists()
     file.close()
     assert not (tmp_path / CLOCK).exists()
+
+
+def test_ctrl_c_at_any_line_of_its_beginning_leaves_a_file_that_closes(tmp_path: Path) -> None:
+    clock = RunClock()
+    clock.begin()
+    for line in itertools.count():
+        file = ClockFile(OutputFolder(tmp_path), clock)
+        with InterruptAt(clock_file, line) as interrupt:
+            file.begin()
+        file.close()
+        assert not (tmp_path / CLOCK).exists()
+        if not interrupt.came:
+            break
+    assert line > 3

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.parse
@@ -32,7 +33,7 @@ class Fault:
 
     Attributes:
         status: this answer, and nothing done.
-        stall: seconds before anything else.
+        stall: seconds before anything else, which end with the test.
         hold: waits for this before anything else.
         cut: the connection is closed without an answer, and nothing done.
         half: the connection is closed when half of the content has been read.
@@ -73,6 +74,7 @@ class Hub:
         faults: applied in order; each counts down `times`.
         requests: "METHOD path" of all so far.
         rate: bytes that are taken in a second; None for all that come.
+        over: set when the test has ended, so that nothing stalls any longer.
     """
 
     def __init__(self) -> None:
@@ -81,12 +83,14 @@ class Hub:
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.lock = threading.Lock()
+        self.over = threading.Event()
         self.url = ""
         self.rate: float | None = None
 
     def reset(self) -> None:
         """Forget everything."""
         self.repositories, self.blobs, self.faults, self.requests = {}, {}, [], []
+        self.over.clear()
 
     def create(self, name: str, private: bool = False) -> Repository:
         made = self.repositories[name] = Repository(private)
@@ -175,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
                 fault.times -= 1
         content = self._read(size // 2 if fault is not None and fault.half else size)
         if fault is not None:
-            time.sleep(fault.stall)
+            self.hub.over.wait(fault.stall)
             if fault.hold is not None:
                 fault.hold.wait(60)
             if fault.cut or fault.half:
@@ -360,19 +364,51 @@ ROUTES: list[tuple[str, Callable[..., None]]] = [
 ]
 
 
+class Server(ThreadingHTTPServer):
+    """Answers each connection on a thread. Clients keep connections open: these threads end with `end_connections`.
+
+    Attributes:
+        hub: what it serves.
+    """
+
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+        self.hub = hub
+        hub.url = f"http://127.0.0.1:{self.server_port}"
+        self._connections: list[tuple[threading.Thread, socket.socket]] = []
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        thread = threading.Thread(
+            target=self.process_request_thread, args=(request, client_address), daemon=True
+        )
+        self._connections.append((thread, request))
+        thread.start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing if a client has left."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    def end_connections(self) -> None:
+        """Close all of them, and wait for their threads."""
+        self.hub.over.set()
+        while self._connections:
+            thread, connection = self._connections.pop()
+            with contextlib.suppress(OSError):  # it is closed
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join(60)
+
+
 @contextmanager
-def running() -> Iterator[Hub]:
+def running() -> Iterator[Server]:
     """A Hub on a free port of this machine."""
-    hub = Hub()
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_port}"
+    server = Server(Hub())
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield hub
+        yield server
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+        server.end_connections()

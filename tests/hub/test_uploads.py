@@ -7,6 +7,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
+from tests.hub.fixtures import end_uploads
 from tests.hub.server import Fault, Hub
 
 from windlass.core.upload_log import read_uploads
@@ -143,13 +144,11 @@ def test_one_that_cannot_begin_is_not_replaced_by_an_older_one(hub: Hub, token: 
 def test_a_hub_that_stalls_is_given_up_at_the_end(
     hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, running, lines = upload(tmp_path), Uploads(client(token, "stalled")), list[str]()
-    # In this repository only: a request of an earlier test that comes late must not use the fault up. Cut at last, or
-    # the commit would be made later, in the repository of another test.
-    hub.faults = [Fault("POST .*/stalled/commit/", stall=3.0, cut=True)]
-    others = set(threading.enumerate())
+    one, running, lines, go_on = upload(tmp_path), Uploads(client(token)), list[str](), threading.Event()
+    hub.faults = [Fault("POST .*/commit/", hold=go_on, cut=True)]
     running.add(one)
-    (stalled,) = (new for new in set(threading.enumerate()) - others if new.name == "windlass-hub")
+    while not any("/commit/" in request for request in hub.requests):
+        pass  # it has come as far as that
     assert running.finish(0.2, lines.append) == [one]
     assert "waiting for 1 upload(s)" in lines[0]
     assert "did not end" in one.error
@@ -157,8 +156,8 @@ def test_a_hub_that_stalls_is_given_up_at_the_end(
     running.add(two)  # while the Hub still holds on to the first one
     assert running.finish(60, print) == []
     assert two.commit.result().startswith(hub.url)
-    stalled.join(60)
-    assert not stalled.is_alive()
+    go_on.set()
+    end_uploads()
     assert "did not end" in one.error
     assert caplog.text == "", "what was dropped is not tried again"
 
@@ -181,6 +180,16 @@ def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, t
         assert len(hub.repositories["someone/run"].commits) == commits
         assert hub.files("someone/run") == {"a.json": b"2"}
         assert made[1].commit.cancelled() is not every
+
+
+def test_a_thread_ends_with_the_last_upload(hub: Hub, token: str, tmp_path: Path) -> None:
+    """A process that makes many runs, as a search does, would have one more with each."""
+    running = Uploads(client(token))
+    for name in ("a", "b"):
+        running.add(upload(tmp_path, name))
+        assert running.finish(60, print) == []
+        end_uploads()
+    assert set(hub.files("someone/run")) == {"a.json", "b.json"}
 
 
 def test_files_that_are_gone_leave_with_the_same_commit(hub: Hub, token: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import struct
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.data.cases import end_in_a_minute
+from tests.interrupts import InterruptAt
 from tests.text.tokenizers import CHATML, byte_tokenizer
 from tests.trainer.resume_cases import in_a_child
 
@@ -180,3 +182,15 @@ def test_a_worker_that_ignores_sigterm_is_ended(monkeypatch: pytest.MonkeyPatch)
         assert len(prepare_text(ROWS, byte_tokenizer(CHATML), TWO).dataset) == 1100
 
     assert in_a_child(work) == 0
+
+
+@pytest.mark.usefixtures("children")
+def test_ctrl_c_while_workers_are_sent_their_parts_ends_them() -> None:
+    for line in itertools.count():
+        pool = worker_pool._Pool(1)
+        with InterruptAt(worker_pool, line) as interrupt:
+            pool.send([("encoder", "part")])  # type: ignore[list-item]
+        pool.close()
+        if not interrupt.came:
+            break
+    assert line > 3

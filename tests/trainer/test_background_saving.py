@@ -288,15 +288,6 @@ def failing_evaluation(folder: Path, kind: type[Trainer] = Trainer, torn: bool =
     return "evaluated"
 
 
-class Waiting(TrainerCallback):
-    """Predicts until the thread of a save of rank 0 has ended."""
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for thread in threading.enumerate():
-            if thread.name == "windlass-save-2":
-                thread.join(60)
-
-
 def refused_in_evaluation(folder: Path) -> str:
     """What rank 0 may not write is found out while all evaluate: the others hear of it there."""
     write = Files.write_some
@@ -305,6 +296,12 @@ def refused_in_evaluation(folder: Path) -> str:
         if RANK == 0 and threading.current_thread().name == "windlass-save-2":
             raise ValueError("not for this rank")
         return write(files, descriptor, piece)
+
+    class Waiting(TrainerCallback):
+        """Predicts once the save has ended on this rank."""
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer._run.checkpoints.saver.wait()
 
     Files.write_some = refuse  # type: ignore[method-assign]
     often = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import math
 import os
-import queue
 import threading
 import time
 import urllib.request
@@ -137,29 +135,36 @@ class Webhook:
         if not address.startswith(("https://", "http://")):
             raise ConfigError(Problem(WEBHOOK_VARIABLE, "***", "must begin with https:// or http://"))
         self._address = address
-        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._lock = threading.Lock()
+        self._waiting: list[bytes] = []
         self._thread: threading.Thread | None = None
+        atexit.register(self._finish)
 
     def send(self, alert: Mapping[str, Any]) -> None:
         """Send an alert soon. Returns at once, and never raises."""
         text = f"{alert['alert']} at step {alert['step']}: {alert['message']}"
-        try:
-            self._waiting.put_nowait(json.dumps({**alert, "text": text}).encode())
-        except queue.Full:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="windlass-alerts", daemon=True)
-            self._thread.start()
-            atexit.register(self._finish, self._thread)
+        with self._lock:
+            if len(self._waiting) == _MOST_WAITING:
+                return
+            self._waiting.append(json.dumps({**alert, "text": text}).encode())
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="windlass-alerts", daemon=True)
+                thread.start()
+                self._thread = thread  # not before: one that Ctrl-C kept from starting cannot be joined
 
-    def _finish(self, thread: threading.Thread) -> None:
+    def _finish(self) -> None:
         """Called when the interpreter shuts down, as after an error of which the last alert tells."""
-        with contextlib.suppress(queue.Full):
-            self._waiting.put_nowait(None)
-        thread.join(_LAST_SECONDS)
+        thread = self._thread
+        if thread is not None:
+            thread.join(_LAST_SECONDS)
 
     def _run(self) -> None:
-        while (body := self._waiting.get()) is not None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None  # a later alert gets another one
+                    return
+                body = self._waiting.pop(0)
             request = urllib.request.Request(
                 self._address, body, {"Content-Type": "application/json"}, method="POST"
             )

@@ -51,7 +51,7 @@ class ClockFile:
     def close(self) -> None:
         """Stop writing, and remove the file, whose content is in `run.json` by now."""
         self._over.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # Ctrl-C may have come before it started
             self._thread.join(timeout=5.0)  # a file system that hangs must not keep the run
         with contextlib.suppress(OSError):
             (self._folder.path / CLOCK).unlink()

@@ -55,7 +55,7 @@ class Uploads:
 
     def __init__(self, client: HubClient, *, every: bool = False, folder: Path | None = None) -> None:
         self._client, self._every, self._folder = client, every, folder
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
         self._leaving = False
@@ -67,7 +67,7 @@ class Uploads:
 
     def add(self, upload: Upload) -> None:
         """Start an upload, or let it wait for those before it."""
-        with self._changed:
+        with self._lock:
             self._leaving = False
             upload.number = next(self._numbers)
             if not self._every:
@@ -79,20 +79,19 @@ class Uploads:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="windlass-hub", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def drop(self, upload: Upload, why: str) -> None:
         """Note an upload that cannot begin, for what `finish()` returns."""
         upload.error = why
         self._report_loss(upload)
-        with self._changed:
+        with self._lock:
             upload.number = next(self._numbers)
             self._fail(upload)
 
     @property
     def pending(self) -> list[Upload]:
         """The uploads that are queued or running."""
-        with self._changed:
+        with self._lock:
             return [*([self._current] if self._current else []), *self._waiting]
 
     def finish(self, limit: float, report: Callable[[str], None]) -> list[Upload]:
@@ -119,7 +118,7 @@ class Uploads:
                     f"waiting for {len(pending)} upload(s) to the Hub, at most {left:.0f} s: {pending[0].what}"
                 )
             wait([pending[0].commit], min(left, 0.2))
-        with self._changed:
+        with self._lock:
             failed, self._failed = self._failed, []
             return [one for one in failed if self._every or one.number == self._newest[one.what]]
 
@@ -130,29 +129,29 @@ class Uploads:
         self._leaving = True
 
     def _give_up(self, why: str) -> None:
-        with self._changed:
+        with self._lock:
             rest = self.pending
             self._waiting, self._current = [], None
-            self._thread = None  # it may never return from the Hub; a later upload gets another one
+            self._thread = None  # it may never return from the Hub
             for upload in rest:
                 upload.given_up.set()
                 upload.error = upload.error or why
                 self._fail(upload)
-            self._changed.notify_all()
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         this = threading.current_thread()
         while True:
-            with self._changed:
-                while self._thread is this and not self._waiting:
-                    self._changed.wait()
+            with self._lock:
                 if self._thread is not this:
+                    return
+                if not self._waiting:
+                    self._thread = None  # a later upload gets another one
                     return
                 self._current = upload = self._waiting.pop(0)
             address = self._try(upload)
-            with self._changed:
+            with self._lock:
                 if self._thread is not this:
                     return
                 self._current = None

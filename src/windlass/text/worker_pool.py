@@ -231,7 +231,8 @@ class _Pool:
             process.kill()  # a shell may have all of its programs ignore SIGTERM
             process.wait()
         for sender in self._senders:
-            sender.join()
+            if sender.is_alive():  # Ctrl-C may have come before it started, and then it cannot be joined
+                sender.join()
         for connection in (*self._to, *self._from):
             connection.close()
 

@@ -18,7 +18,7 @@ class Recipe:
     Attributes:
         kind: of KINDS: `Trainer`, `SFTTrainer`, a loop with `Accelerator`, or `DPOTrainer`.
         strategy: alone, ddp, fsdp2, zero1, zero2, zero3, or the names of axes.
-        on_processor: whether the processor trains, even where there is an accelerator.
+        on_processor: whether the processor trains, even beside an accelerator.
         axes: sizes of axes, in the names of `ParallelismConfig`.
         arguments: of `TrainingArguments` and `SFTConfig`; a loop reads those that it has.
         model: plain or llama.
