@@ -225,7 +225,10 @@ def _server() -> _RankServer:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """They train on the processor: one that has asked for an accelerator, as imports of some libraries do, has a
+    thread, and cannot be forked with it.
+    """
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_to_its_end(

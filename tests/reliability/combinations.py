@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,11 @@ class Combinations:
 
     Args:
         jobs: how many at the same time.
-        preloaded: import here what runs import. A process that has asked for an accelerator cannot be forked with it,
-            and libraries ask while they are imported.
     """
 
-    def __init__(self, place: Path, jobs: int, preloaded: bool = True) -> None:
+    def __init__(self, place: Path, jobs: int) -> None:
         self._place = place
-        if preloaded:
-            preload(_train_once, place)
+        preload(_train_once, place)
         # Its processes are forked here, while this one has a single thread.
         self._pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"))
 
@@ -70,12 +67,40 @@ class Combinations:
 
 
 @contextlib.contextmanager
-def combinations_in(place: Path, jobs: int, preloaded: bool = True) -> Iterator[Combinations]:
-    made = Combinations(place, jobs, preloaded)
+def combinations_in(place: Path, jobs: int) -> Iterator[Combinations]:
+    made = Combinations(place, jobs)
     try:
         yield made
     finally:
         made.close()
+
+
+def examine_apart(
+    cases: Sequence[Case], place: Path, jobs: int, tell: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """As `Combinations.examine`, each case in a process of its own that has imported nothing: one that has asked for an
+    accelerator cannot be forked with it, and libraries ask while they are imported.
+    """
+    context, results = multiprocessing.get_context("spawn"), []
+    with ThreadPoolExecutor(jobs) as threads:
+
+        def one(number: int) -> dict[str, Any]:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_tell, args=(cases[number], place / f"case-{number}", theirs))
+            process.start()
+            theirs.close()
+            found: dict[str, Any] = ours.recv()
+            process.join()
+            return found
+
+        for future in as_completed([threads.submit(one, number) for number in range(len(cases))]):
+            results.append(future.result())
+            tell(results[-1])
+    return results
+
+
+def _tell(case: Case, folder: Path, end: Any) -> None:
+    end.send(_examined(case, folder))
 
 
 def _train_once(folder: Path) -> None:
@@ -144,8 +169,11 @@ def main(words: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"--only: {error}")
     place, started = Path(tempfile.mkdtemp(prefix="windlass-combinations-", dir=memory())), time.monotonic()
-    with combinations_in(place, given.jobs, not given.accelerator) as made:
-        results = made.examine(cases, lambda result: show(result, given.write))
+    if given.accelerator:
+        results = examine_apart(cases, place, given.jobs, lambda result: show(result, given.write))
+    else:
+        with combinations_in(place, given.jobs) as made:
+            results = made.examine(cases, lambda result: show(result, given.write))
     print(
         f"{summary(results)}\n{time.monotonic() - started:.0f} s; folders of those that fall short: {place}"
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import end_of
 from tests.reliability.device_runs import ARGUMENTS
 
 MODULE = "tests.reliability.device_runs"
@@ -36,10 +35,7 @@ def test_the_processor_is_asked_for(name: str, tmp_path: Path) -> None:
 def run(name: str, folder: Path, *more: str) -> dict[str, Any]:
     """What the run told, or nothing if it was to be killed."""
     folder.mkdir(exist_ok=True)
-    if name.endswith("+"):
-        code, said = launched(name, folder, *more)
-    else:
-        code, said = end_of(MODULE, name, folder, *more, timeout=250)
+    code, said = started(name, folder, *more)
     if "--kill" in more:
         assert code in (-signal.SIGKILL, 128 + signal.SIGKILL, 1), said[-3000:]
         assert not (folder / "told.json").exists()
@@ -48,18 +44,9 @@ def run(name: str, folder: Path, *more: str) -> dict[str, Any]:
     return json.loads((folder / "told.json").read_text())
 
 
-def launched(name: str, folder: Path, *more: str) -> tuple[int, str]:
-    command = [
-        sys.executable,
-        "-m",
-        "windlass",
-        "launch",
-        "--num_processes",
-        "1",
-        "-m",
-        MODULE,
-        name,
-        str(folder),
-    ]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False, timeout=250)
+def started(name: str, folder: Path, *more: str) -> tuple[int, str]:
+    """In a fresh process: one that has asked for an accelerator, as imports of some libraries do, is not forked."""
+    launcher = ["-m", "windlass", "launch", "--num_processes", "1"] if name.endswith("+") else []
+    command = [sys.executable, *launcher, "-m", MODULE, name, str(folder), *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
     return done.returncode, done.stderr

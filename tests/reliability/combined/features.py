@@ -87,6 +87,7 @@ def _optim(recipe: Recipe, value: str) -> None:
     if value in LOW_RANK:
         targets = ["up", "down"] if recipe.model == "plain" else ["q_proj", "k_proj", "v_proj", "o_proj"]
         recipe.arguments |= {"optim_target_modules": targets, "optim_args": "rank=4, update_proj_gap=3"}
+        recipe.draws |= not recipe.on_processor  # other numbers, or singular vectors of another sign
     if value in SCHEDULE_FREE:
         recipe.arguments["lr_scheduler_type"] = "constant"
     if value == "sgd":
@@ -127,7 +128,7 @@ def _precision(recipe: Recipe, value: str) -> None:
 
 def _qat(recipe: Recipe, value: str) -> None:
     recipe.arguments["qat"], recipe.dtype = value, "float32"
-    recipe.approximate(2e-2)  # a last bit may move a value to the next step
+    recipe.approximate(2e-2 if recipe.on_processor else 5e-2)  # a last bit may move a value to the next step
     recipe.by_hand = None  # what is saved is not rounded
 
 

@@ -81,8 +81,11 @@ class Examination:
             yield "an evaluation changes nothing", self._with_other_evaluations()
         if self.whole.reread is not None:
             yield "what was saved gives the evaluation", self._read_back()
+        # All runs come before all checks, which import libraries that may ask for an accelerator: no run can be forked
+        # with it after that.
+        without = {feature.name: self._without(feature) for feature, _ in self._case.features}
         for feature, value in self._case.features:
-            yield f"the effect of {feature.name}", self._effect(feature, value)
+            yield f"the effect of {feature.name}", self._effect(feature, value, without[feature.name])
 
     def _resumed(self) -> list[str]:
         rank = int(self._case.kill * 1000) % self._recipe.world
@@ -149,13 +152,16 @@ class Examination:
             return []
         return [f"reported {reported}, read back {read}"]
 
-    def _effect(self, feature: Any, value: str) -> list[str]:
-        without = Outcome()
-        if feature.compared:
-            recipe = self._case.without(feature.name).recipe()
-            without = attempt(_unsaved(recipe), self._folder / f"without-{feature.name}")
-            if without.crashed or without.refused:
-                return [f"without it: {without.crashed or without.refused}"]
+    def _without(self, feature: Any) -> Outcome:
+        """The run without a feature, where its check compares with that."""
+        if not feature.compared:
+            return Outcome()
+        recipe = self._case.without(feature.name).recipe()
+        return attempt(_unsaved(recipe), self._folder / f"without-{feature.name}")
+
+    def _effect(self, feature: Any, value: str, without: Outcome) -> list[str]:
+        if without.crashed or without.refused:
+            return [f"without it: {without.crashed or without.refused}"]
         try:
             feature.check(Effect(self._recipe, value, self.whole, without))
         except AssertionError as problem:
