@@ -23,7 +23,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="waits for a process that is no child")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the end of a process")
 def test_a_job_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     for patience in (2, 8, 32):  # until it had the time to start its process
