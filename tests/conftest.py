@@ -65,6 +65,7 @@ _FOREIGN = (
 _LASTING = (
     "windlass-run-lock",
     "windlass-watchdog",
+    "windlass-waiting",
     "tqdm_monitor",
     "IPythonHistorySavingThread",
     "QueueFeederThread",
