@@ -155,6 +155,8 @@ def _left_behind(environment: dict[str, str], dtype: torch.dtype) -> Iterator[st
         yield f"default dtype {torch.get_default_dtype()}"
     if torch.are_deterministic_algorithms_enabled():
         yield "deterministic algorithms switched on"
+    if torch.backends.cudnn.deterministic:
+        yield "deterministic algorithms of cuDNN switched on"
 
 
 def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
@@ -166,6 +168,7 @@ def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     if torch.are_deterministic_algorithms_enabled():  # to switch them off imports the compiler
         torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
 
 
 def _forget_the_accelerator() -> None:
