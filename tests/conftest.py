@@ -61,8 +61,15 @@ _FOREIGN = (
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by DeepSpeed, which peft, trl and transformers import if it is installed
 )
 
-# There is one of each in a process, from its first use on.
-_LASTING = ("windlass-run-lock", "windlass-watchdog", "tqdm_monitor", "IPythonHistorySavingThread")
+# There is one of each in a process, from its first use on; the last ends when its loader is collected as garbage.
+_LASTING = (
+    "windlass-run-lock",
+    "windlass-watchdog",
+    "windlass-waiting",
+    "tqdm_monitor",
+    "IPythonHistorySavingThread",
+    "QueueFeederThread",
+)
 _ENDING = 30.0  # seconds that a thread has to end, after its test
 
 
@@ -148,6 +155,8 @@ def _left_behind(environment: dict[str, str], dtype: torch.dtype) -> Iterator[st
         yield f"default dtype {torch.get_default_dtype()}"
     if torch.are_deterministic_algorithms_enabled():
         yield "deterministic algorithms switched on"
+    if torch.backends.cudnn.deterministic:
+        yield "deterministic algorithms of cuDNN switched on"
 
 
 def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
@@ -159,6 +168,7 @@ def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     if torch.are_deterministic_algorithms_enabled():  # to switch them off imports the compiler
         torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
 
 
 def _forget_the_accelerator() -> None:

@@ -65,6 +65,7 @@ def test_a_subclass_extends_setup_and_uses_the_writer(tmp_path: Path) -> None:
     assert type(texts.tb_writer).__name__ == "SummaryWriter"
     files = list(tmp_path.rglob("events.out.tfevents.*"))
     assert any(b"Regression" in file.read_bytes() for file in files)
+    texts.tb_writer.close()
 
 
 class Regression(torch.nn.Module):
@@ -97,6 +98,7 @@ def test_an_open_writer_receives_the_logs(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
     assert isinstance(trainer.pop_callback(ours.TensorBoardCallback), ours.TensorBoardCallback)
+    writer.close()
 
 
 def test_logs_are_grouped_as_by_the_reference() -> None:
