@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -74,3 +76,20 @@ def test_a_configuration_that_enables_a_precision_sets_it() -> None:
     )
     with pytest.raises(ConfigError, match="contradicts mixed_precision=False"):
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_the_state_of_the_process_does_not_keep_the_models_of_an_accelerator() -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(nn.Linear(2, 2))
+    model = weakref.ref(prepared)
+    del accelerator, prepared
+    gc.collect()
+    assert AcceleratorState().deepspeed_plugin is None
+    assert model() is None
+
+
+def test_the_plugins_stay_in_the_state_of_the_process() -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    del accelerator
+    gc.collect()
+    assert AcceleratorState().deepspeed_plugin.zero_stage == 2  # type: ignore[union-attr]

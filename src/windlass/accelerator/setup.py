@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -277,13 +278,17 @@ class EngineChoice:
     """Owns which of several configurations is selected. The first one is selected until a script selects another.
 
     Args:
-        plans: returns them by name, that of a single one being "".
+        plans: returns them by name, that of a single one being ""; None once their accelerator is gone, after which the
+            last ones stay.
         compute: "fp32", "bf16" or "fp16".
         selected: the name of one; "" is the first.
     """
 
-    def __init__(self, plans: Callable[[], Mapping[str, ZeroPlan]], compute: str, selected: str = "") -> None:
-        self._plans, self._compute, self._selected = plans, compute, selected
+    def __init__(
+        self, plans: Callable[[], Mapping[str, ZeroPlan] | None], compute: str, selected: str = ""
+    ) -> None:
+        self._present, self._compute, self._selected = plans, compute, selected
+        self._last: Mapping[str, ZeroPlan] = {}
         self._divide: Callable[[ZeroPlan | None], Any] = lambda plan: None
         self._dividing: Any = None
 
@@ -294,6 +299,11 @@ class EngineChoice:
     def divide_new_models(self, divide: Callable[[ZeroPlan | None], Any]) -> None:
         """Call `divide` with the selected configuration now and after each selection, and keep its result alive."""
         self._divide, self._dividing = divide, divide(self.plan)
+
+    def _plans(self) -> Mapping[str, ZeroPlan]:
+        present = self._present()
+        self._last = self._last if present is None else present
+        return self._last
 
     @property
     def plan(self) -> ZeroPlan | None:
@@ -351,7 +361,11 @@ class Setup:
         self, settings: LoopSettings, all_ranks: Gang, device: torch.device, dist: Callable[[], DistPlan]
     ) -> None:
         self.settings, self.device, self.all_ranks, self._dist = settings, device, all_ranks, dist
-        self.engines = EngineChoice(self._zero_plans, settings.precision.compute)
+        # The state of the process has this, and outlives an accelerator, whose models are not to live as long.
+        plans = weakref.WeakMethod(self._zero_plans)
+        self.engines = EngineChoice(
+            lambda: None if (of := plans()) is None else of(), settings.precision.compute
+        )
 
     def _zero_plans(self) -> dict[str, ZeroPlan]:
         only = self.dist.zero

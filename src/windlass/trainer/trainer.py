@@ -128,6 +128,7 @@ class Trainer:
         tokenizer: Any = None,
         callback: list[Any] | None = None,
     ) -> None:
+        services.free_earlier(self)
         self.args = self._checked_arguments(args)
         defaults.seed_all(self.args)
         set_verbosity(self.args.get_process_log_level())
@@ -400,6 +401,7 @@ class Trainer:
             self.optimizer, self.lr_scheduler = None, None
         if self._made_scheduler:  # for the length of an earlier run
             self.lr_scheduler, self._made_scheduler = None, False
+        services.free_earlier(self)
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
         instead.give_way(lambda: self._request(ignore_keys_for_eval))
