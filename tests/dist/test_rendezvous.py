@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,6 +115,12 @@ def test_a_machine_with_a_wrong_token_is_refused_by_name_on_both_sides(machine: 
         f"refused machine {os.uname().nodename!r} ('127.0.0.1'): it does not have the token of this job"
         in said
     )
+
+
+def test_members_know_what_the_others_are_called(machine: Any) -> None:
+    members = machine(0), machine(1)
+    _together(*members)
+    assert [member.member_names() for member in members] == [[socket.gethostname()] * 2] * 2
 
 
 def test_a_member_that_asks_again_takes_the_others_along(

@@ -151,6 +151,12 @@ class Machines(_Handler):
         """The store of this attempt, over a connection of its own, for a lost machine keeps who asks it waiting."""
         return self._connect().below(f"round-{self._round}")
 
+    def member_names(self) -> list[str]:
+        """What the machines of this round are called, in the order of their ranks."""
+        with _connection():
+            self._look()  # the last may have come since this one looked
+            return [self._roster.arrivals[member][-1].host for member in self._members]
+
     def answer_waiting(self, known: Callable[[], int]) -> None:
         """Use `known` as the number of waiting machines, instead of querying the store each time."""
         self._waiting = known

@@ -6,17 +6,29 @@ import contextlib
 import os
 import signal
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from tests.cli.launching.machines import free_port, launch_one, two_machines
 from tests.dist.launch import end_all, started_by
+from torch.distributed import HashStore
+
+from windlass.cli.launching.peers import OtherMachines
 
 SCRIPT = Path(__file__).with_name("lost_ranks.py")
 
 
 def tree_of(job: subprocess.Popen[str]) -> list[int]:
     return [job.pid, *started_by(job.pid)]
+
+
+def test_a_machine_that_is_lost_before_it_has_sent_anything_is_named() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    peers = OtherMachines(store, 1, ["first", "second"], 0.0, int)
+    peers.stop()
+    assert [str(machine) for machine in peers.lost()] == ["machine 0 (first)"]
 
 
 @pytest.mark.dist

@@ -152,8 +152,8 @@ class WatchingAgent(LocalElasticAgent):
         self._ended, self._peers = None, Peers()
         handler = self._rdzv_handler
         if isinstance(handler, Machines):
-            store, rank = handler.attempt_store(), group.group_rank or 0
-            peers = OtherMachines(store, rank, _machines(group), self._limits.machine, handler.ask_waiting)
+            store, rank, names = handler.attempt_store(), group.group_rank or 0, handler.member_names()
+            peers = OtherMachines(store, rank, names, self._limits.machine, handler.ask_waiting)
             handler.answer_waiting(lambda: peers.waiting)
             self._peers = peers
 

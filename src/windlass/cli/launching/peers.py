@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -71,22 +70,24 @@ class OtherMachines(Peers):
 
     Args:
         store: the store of this attempt, over a connection of its own.
-        machine, machines: rank of this machine and number of machines; machine 0 holds the store.
+        machine: rank of this machine; machine 0 holds the store.
+        names: of all machines, in the order of their ranks.
         limit: seconds of silence after which a machine is lost.
         count_waiting: how many machines wait to join; called by the thread.
     """
 
     def __init__(
-        self, store: Any, machine: int, machines: int, limit: float, count_waiting: Callable[[], int]
+        self, store: Any, machine: int, names: list[str], limit: float, count_waiting: Callable[[], int]
     ) -> None:
         self._store, self._me, self._limit, self._count_waiting = store, machine, limit, count_waiting
         self.waiting = 0
-        self._message: dict[str, Any] = {"name": socket.gethostname(), "state": "runs"}
+        self._names = names
+        self._message: dict[str, Any] = {"state": "runs"}
         self._incident: str | None = None
         self._beat = 0
         now = time.monotonic()
         # Of each machine: its last message, and when it arrived.
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {rank: ({}, now) for rank in range(machines)}
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {rank: ({}, now) for rank in range(len(names))}
         self._reported: dict[int, Incident] = {}
         self._answered = now
         self._broken = self._stopped = False
@@ -155,7 +156,7 @@ class OtherMachines(Peers):
         self._thread.join(_SEND_SECONDS)
 
     def _lost(self, rank: int, seconds: float) -> LostMachine:
-        return LostMachine(rank, self._seen[rank][0].get("name", ""), seconds)
+        return LostMachine(rank, self._names[rank], seconds)
 
     def _send(self, **values: Any) -> None:
         """Add to the message, and wait until the thread has written it."""
