@@ -281,6 +281,12 @@ def test_fields_are_documented_by_the_table_of_settings() -> None:
     assert not [name for name in fields if name not in text]
 
 
+def test_fields_continue_the_attributes_that_a_docstring_has() -> None:
+    text = str(ProfileKwargs.__doc__)
+    assert text.count("Attributes:") == 1
+    assert text.index("\n    on_trace_ready: ") < text.index("\n    output_trace_dir (")
+
+
 def test_sharding_with_pytorchs_own_objects() -> None:
     torch = pytest.importorskip("torch")
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def rules_of(cls: Any) -> dict[str, Rules]:
 
 
 Cls = TypeVar("Cls", bound=type)
-_HEADING = "    Attributes:"
+_HEADING = "Attributes:"
 
 
 def described(words: Mapping[str, Any] | None = None) -> Callable[[Cls], Cls]:
@@ -129,7 +130,8 @@ def described(words: Mapping[str, Any] | None = None) -> Callable[[Cls], Cls]:
                 lines.append(_line(field, text, rules.refused or rules.mapped))
             elif key := keys.get(field.name):
                 lines.append(_line(field, key.doc, key.refused or key.idle))
-        doc, raises, errors = (cls.__doc__ or "").rstrip().partition("\n\n    Raises:")
+        # Python 3.13 removes the indentation itself.
+        doc, raises, errors = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:")
         heading = [] if _HEADING in doc else ["", _HEADING]
         cls.__doc__ = "\n".join([doc, *heading, *lines]) + raises + errors
         return cls
@@ -140,4 +142,4 @@ def described(words: Mapping[str, Any] | None = None) -> Callable[[Cls], Cls]:
 def _line(field: dataclasses.Field[Any], text: str, reason: str) -> str:
     default = default_of(field)
     given = "required" if default is dataclasses.MISSING else f"default {default!r}"
-    return f"        {field.name} ({field.type}, {given}): {text}{f' It {reason}.' if reason else ''}"
+    return f"    {field.name} ({field.type}, {given}): {text}{f' It {reason}.' if reason else ''}"
