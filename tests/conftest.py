@@ -62,14 +62,7 @@ _FOREIGN = (
 )
 
 # There is one of each in a process, from its first use on; the last ends when its loader is collected as garbage.
-_LASTING = (
-    "windlass-run-lock",
-    "windlass-watchdog",
-    "windlass-waiting",
-    "tqdm_monitor",
-    "IPythonHistorySavingThread",
-    "QueueFeederThread",
-)
+_LASTING = ("windlass-run-lock", "windlass-watchdog", "windlass-waiting", "tests-hub", "QueueFeederThread")
 _ENDING = 30.0  # seconds that a thread has to end, after its test
 
 
@@ -140,8 +133,12 @@ def _threads_left(before: set[threading.Thread]) -> Iterator[str]:
 
 
 def _started_since(before: set[threading.Thread]) -> list[threading.Thread]:
-    lasting = (*_LASTING, "Dummy-")  # the latter are not Python's
-    return [new for new in threading.enumerate() if new not in before and not new.name.startswith(lasting)]
+    # Those of other packages are of classes of their own: writers of trackers stay open as long as the process.
+    return [
+        new
+        for new in threading.enumerate()
+        if new not in before and type(new) is threading.Thread and new.name not in _LASTING
+    ]
 
 
 def _left_behind(environment: dict[str, str], dtype: torch.dtype) -> Iterator[str]:

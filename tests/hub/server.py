@@ -403,7 +403,7 @@ class Server(ThreadingHTTPServer):
 def running() -> Iterator[Server]:
     """A Hub on a free port of this machine."""
     server = Server(Hub())
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, name="tests-hub")
     thread.start()
     try:
         yield server
