@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,18 @@ from windlass.transforms.quantization_aware import apply_qat as apply_qat
 publishing: Any = LazyModule("windlass.trainer.publishing")
 
 logger = get_logger(__name__)
+
+# The Trainers of this process that are still in memory, by their ids.
+_MADE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def free_earlier(trainer: Any) -> None:
+    """Free the Trainers that nothing but their parts refers to. They and their parts refer to each other: a model that
+    is not used any more would stay on its device, and files open, until Python looks for such cycles.
+    """
+    _MADE[id(trainer)] = trainer
+    if len(_MADE) > 1:
+        gc.collect()
 
 
 def checked_arguments(args: object) -> TrainingArguments:

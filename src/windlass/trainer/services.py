@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,18 +29,6 @@ from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy
 from windlass.zero.library import is_divided
 from windlass.zero.zero_model import frozen_model
-
-# The Trainers of this process that are still in memory, by their ids.
-_MADE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def free_earlier(trainer: Any) -> None:
-    """Free the Trainers that nothing but their parts refers to. They and their parts refer to each other: a model that
-    is not used any more would stay on its device, and files open, until Python looks for such cycles.
-    """
-    _MADE[id(trainer)] = trainer
-    if len(_MADE) > 1:
-        gc.collect()
 
 
 class Plans:

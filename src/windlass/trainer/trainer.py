@@ -128,7 +128,6 @@ class Trainer:
         tokenizer: Any = None,
         callback: list[Any] | None = None,
     ) -> None:
-        services.free_earlier(self)
         self.args = self._checked_arguments(args)
         defaults.seed_all(self.args)
         set_verbosity(self.args.get_process_log_level())
@@ -221,6 +220,7 @@ class Trainer:
         return model
 
     def _take_model(self, model: nn.Module) -> None:
+        defaults.free_earlier(self)  # before this model is on the device
         # No device need hold all layers of a pipeline.
         if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
             defaults.place_model(model, self._session.device)
@@ -401,7 +401,6 @@ class Trainer:
             self.optimizer, self.lr_scheduler = None, None
         if self._made_scheduler:  # for the length of an earlier run
             self.lr_scheduler, self._made_scheduler = None, False
-        services.free_earlier(self)
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
         instead.give_way(lambda: self._request(ignore_keys_for_eval))
