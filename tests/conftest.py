@@ -62,7 +62,7 @@ _FOREIGN = (
 )
 
 # There is one of each in a process, from its first use on; the last ends when its loader is collected as garbage.
-_LASTING = ("windlass-run-lock", "windlass-watchdog", "windlass-waiting", "tests-hub", "QueueFeederThread")
+_LASTING = ("windlass-run-lock", "windlass-watchdog", "windlass-waiting", "tests-hub")
 _ENDING = 30.0  # seconds that a thread has to end, after its test
 
 
@@ -133,11 +133,14 @@ def _threads_left(before: set[threading.Thread]) -> Iterator[str]:
 
 
 def _started_since(before: set[threading.Thread]) -> list[threading.Thread]:
-    # Those of other packages are of classes of their own: writers of trackers stay open as long as the process.
+    # Those of other packages may stay open as long as the process. A server's threads are named after their function.
+    ours = ("windlass", "tests")
     return [
         new
         for new in threading.enumerate()
-        if new not in before and type(new) is threading.Thread and new.name not in _LASTING
+        if new not in before
+        and (new.name.startswith(ours) or new.name.endswith("(process_request_thread)"))
+        and new.name not in _LASTING
     ]
 
 
