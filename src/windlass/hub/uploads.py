@@ -77,8 +77,9 @@ class Uploads:
                     older.files.remove()
             self._waiting.append(upload)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="windlass-hub", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="windlass-hub", daemon=True)
+                thread.start()  # it waits for the lock
+                self._thread = thread  # not before: one that Ctrl-C kept from starting would make no upload
 
     def drop(self, upload: Upload, why: str) -> None:
         """Note an upload that cannot begin, for what `finish()` returns."""
