@@ -166,7 +166,7 @@ def _request(
         "is_module": isinstance(script, str),
         "arguments": [str(argument) for argument in arguments],
         "said": str(said),
-        "environ": {**_environment(), **environ},
+        "environ": {**_environment(), **_FORKED, **environ},
         "cwd": str(cwd),
     }
 
@@ -197,7 +197,7 @@ class _RankServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.dist.rank_server"],
             cwd=ROOT,
-            env=_environment(),
+            env={**_environment(), **_FORKED},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -224,11 +224,13 @@ def _server() -> _RankServer:
     return _RankServer()
 
 
+# Forked ranks train on the processor: a process that has asked for an accelerator, as imports of some libraries do, has
+# a thread, and cannot be forked with it.
+_FORKED = {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def _environment() -> dict[str, str]:
-    """They train on the processor: one that has asked for an accelerator, as imports of some libraries do, has a
-    thread, and cannot be forked with it.
-    """
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def run_to_its_end(

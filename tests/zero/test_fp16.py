@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.launch import launch, run_script
+from tests.dist.launch import launch, run_script, run_to_its_end
 from tests.zero import fp16_runs
 from tests.zero.needed import needs_deepspeed
 
@@ -63,6 +64,8 @@ def test_a_device_without_fp16_is_named(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_fp16_on_its_own_device(tmp_path: Path) -> None:
-    run_script(SCRIPT, tmp_path, "run:2:24")
+    # In a fresh process: those that are forked train on the processor.
+    code, said = run_to_its_end([sys.executable, str(SCRIPT), str(tmp_path), "run:2:24"], timeout=200)
+    assert code == 0, said
     losses = json.loads((tmp_path / "run.json").read_text())["loss"]
     assert losses[-1] < losses[0] - 0.1
