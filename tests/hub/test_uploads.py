@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from concurrent.futures import wait
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 from tests.hub.fixtures import end_uploads
 from tests.hub.server import Fault, Hub
-from tests.interrupts import InterruptAt
 
 from windlass.core.upload_log import read_uploads
 from windlass.hub import uploads as module
@@ -57,20 +55,20 @@ def test_a_passing_failure_is_tried_again(hub: Hub, token: str, tmp_path: Path, 
     assert not one.files.path.exists()
 
 
-def test_after_ctrl_c_at_any_line_of_adding_one_a_later_upload_is_made(
-    hub: Hub, token: str, tmp_path: Path
+def test_after_ctrl_c_kept_its_thread_from_starting_a_later_upload_is_made(
+    hub: Hub, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for line in itertools.count():
-        running = Uploads(client(token))
-        with InterruptAt(module, line) as interrupt:
-            running.add(upload(tmp_path, f"first-{line}"))
-        later = upload(tmp_path, f"later-{line}")
-        running.add(later)
-        assert running.finish(20, print) == [], line
-        assert f"later-{line}.json" in hub.files("someone/run")
-        if not interrupt.came:
-            break
-    assert line > 5
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    running = Uploads(client(token))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            running.add(upload(tmp_path, "first"))
+    running.add(upload(tmp_path, "later"))
+    assert running.finish(20, print) == []
+    assert hub.files("someone/run").keys() == {"first.json", "later.json"}
 
 
 def test_the_ends_of_uploads_are_noted_beside_the_run(hub: Hub, token: str, tmp_path: Path) -> None:
