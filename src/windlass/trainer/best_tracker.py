@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from windlass.config.plan import SavePlan
 from windlass.core.errors import ConfigError, Problem
@@ -15,7 +16,8 @@ from windlass.core.types import State
 from windlass.trainer.run_events import Events
 
 
-class Best(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Best:
     """The best checkpoint, with metric and step of its evaluation."""
 
     checkpoint: str | None = None
@@ -123,7 +125,7 @@ class BestTracker:
 
     def moved(self, folder: Path) -> None:
         """Set the folder of the best checkpoint."""
-        self._note(self._saved._replace(checkpoint=str(folder)))
+        self._note(replace(self._saved, checkpoint=str(folder)))
 
     def resume(self, step: int, metric: Any) -> None:
         """Continue at a checkpoint whose step was evaluated with this metric (None: it was not)."""
