@@ -29,7 +29,7 @@ from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger, showing_place
 from windlass.core.run_clock import CALLBACKS, SAVE, run_clock
 from windlass.core.threads import THREADS
-from windlass.trainer.best_tracker import BestTracker
+from windlass.trainer.best_tracker import Best, BestTracker
 from windlass.trainer.hooks import SavedByScript, WriteModel
 from windlass.trainer.resuming import CheckpointSource
 from windlass.trainer.run_context import RunContext
@@ -163,15 +163,11 @@ class RunCheckpoints:
         return content
 
     def _ended(
-        self,
-        as_saved: TrainerState,
-        previous_best: str | None,
-        committed: Callable[[], None],
-        folder: Path | None,
+        self, as_saved: TrainerState, previous_best: Best, committed: Callable[[], None], folder: Path | None
     ) -> None:
         """Called once a save commits, or with a folder of None once it fails."""
         if folder is None:
-            self.best.failed(as_saved, previous_best)
+            self.best.failed(as_saved.global_step, previous_best)
             self._retry.failed(as_saved.global_step, str(self.saver.manager.last_failure), self.newest)
             self._set_clock()
             return
@@ -179,7 +175,7 @@ class RunCheckpoints:
         self.history.saved(folder)
         self._retry.succeeded()
         self._set_clock()
-        self.best.committed(as_saved)
+        self.best.committed()
         asked = self._events.control.should_save
         self._events.fire("on_save", as_saved)
         self._events.control.should_save |= asked  # a request made since then is for another save
