@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.device_cache import clear_device_cache
-from windlass.accelerator.prepared import LoopExecutor, Prepared
+from windlass.accelerator.executors import LoopExecutor
+from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -231,7 +232,9 @@ class OwnLoop:
         micro, executor = self._micro_batch(), self._prepared.executor
         self._normaliser.scope(micro)
         share = self._normaliser.apply(loss)
-        executor.backward_in_loop(share, last=micro.last, discards=self._prepared.discards, **kwargs)
+        executor.backward_in_loop(
+            share, last=micro.last, discards=self._prepared.executors.discards, **kwargs
+        )
         factor = self._normaliser.correction()
         if factor is not None:
             self._correct(executor, factor)
