@@ -10,7 +10,6 @@ from typing import Any
 
 from windlass.config.plan import SavePlan
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.events import TrainerState
 from windlass.core.metric_values import number_in
 from windlass.core.types import State
 from windlass.trainer.run_events import Events
