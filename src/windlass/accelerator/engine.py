@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -139,7 +139,6 @@ class TrainerEngine:
     Other models that a script prepares belong to the accelerator and are not affected by runs.
 
     Args:
-        owned: the Trainer's own model, wrapper, optimizer and schedule at this moment.
         dist: how the Trainer spreads models, from its arguments at this moment.
         autocast: returns the mixed-precision context of a forward.
 
@@ -152,14 +151,18 @@ class TrainerEngine:
 
     def __init__(
         self,
-        owned: Callable[[], Iterable[Any]],
         dist: Callable[[], DistPlan],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.step_was_skipped = False
-        self._owned, self._dist, self.autocast = owned, dist, autocast
+        self._dist, self.autocast = dist, autocast
         self.backward: Callable[..., None] = _refuse_backward
         self.strategies: Sequence[Strategy] = ()
+        self._model: nn.Module | None = None
+
+    def take_model(self, model: nn.Module) -> None:
+        """Use this model of the Trainer from now on, at its beginning and in each call."""
+        self._model = model
 
     def attach(self, normaliser: UpdateNormaliser, executor: Executor) -> None:
         """Start a run, with what normalizes its losses and computes gradients. The strategy of the executor is used
@@ -177,7 +180,8 @@ class TrainerEngine:
 
     def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
         if isinstance(item, nn.Module):
-            return any(item is own for own in self._owned())
+            trained = (own for strategy in self.strategies for own in (strategy.module, strategy.model))
+            return any(item is own for own in (self._model, *trained))
         if isinstance(item, torch.optim.Optimizer):
             return not prepares(item)
         if isinstance(item, LRScheduler | PreparedSchedule):

@@ -17,7 +17,7 @@ from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import NotebookProgressCallback, PrinterCallback, ProgressCallback
 from windlass.callbacks.report import ReportCallback
-from windlass.callbacks.samples_log import Samples, SamplesLog
+from windlass.callbacks.samples_log import SamplesLog
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
@@ -188,12 +188,12 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     ]
 
 
-def last_callbacks(args: TrainingArguments, samples: Callable[[Any], Samples]) -> list[Any]:
-    """The callbacks that are called after a script's own: one keeps the first rows of the data, which `samples` returns
-    of the first batch, and one shows the progress.
+def last_callbacks(args: TrainingArguments) -> list[Any]:
+    """The callbacks that are called after a script's own: one keeps the first rows of the data, and one shows the
+    progress.
     """
     bar = NotebookProgressCallback if in_notebook() else ProgressCallback
-    return [SamplesLog(samples), PrinterCallback if args.disable_tqdm else bar]
+    return [SamplesLog, PrinterCallback if args.disable_tqdm else bar]
 
 
 def multiplied_parameters(model: nn.Module) -> int:
