@@ -49,6 +49,7 @@ def shared() -> None:
     assert tensor.get_group() is gang.over("tensor").device_group
     assert tensor_device_mesh(gang.mesh, CPU)["tensor"].get_group() is tensor.get_group()
     assert gang.group_of([range(4)]) is dist.group.WORLD is gang.device_group
+    gang.barrier()  # a rank that ended now would break the connections that others are opening
 
 
 def machines() -> None:
