@@ -32,10 +32,14 @@ from hypothesis import HealthCheck, settings
 from tests.large_pages import use_large_pages
 
 from windlass.core import logs
+from windlass.core.threads import keep_inherited_garbage
 
 ROOT = Path(__file__).resolve().parent.parent
 _VERBOSITY, _PROPAGATES = logs.get_verbosity(), logging.getLogger("windlass").propagate
 pytest_plugins = ["tests.durations", "tests.hub.fixtures", "tests.said"]
+
+# Tests fork this process, which holds what the tests before them left.
+os.register_at_fork(after_in_child=keep_inherited_garbage)
 
 # A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

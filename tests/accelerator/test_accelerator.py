@@ -41,7 +41,7 @@ def executor_of(module: nn.Module) -> NativeExecutor:
 
 @pytest.fixture
 def accelerator() -> Accelerator:
-    return of_run("bf16", TrainerEngine(list, DistPlan))
+    return of_run("bf16", TrainerEngine(DistPlan))
 
 
 def test_it_consists_of_objects() -> None:
@@ -67,7 +67,7 @@ def test_a_world_of_one(accelerator: Accelerator) -> None:
 
 @pytest.mark.parametrize(("compute", "shown"), [("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16")])
 def test_precision_is_named_as_scripts_know_it(compute: str, shown: str) -> None:
-    accelerator = of_run(compute, TrainerEngine(list, DistPlan))
+    accelerator = of_run(compute, TrainerEngine(DistPlan))
     assert accelerator.mixed_precision == shown
     assert (accelerator.state.mixed_precision, accelerator.state.num_processes) == (shown, 1)
 
@@ -86,7 +86,7 @@ def test_gather_alone_is_the_tensor_itself(shape: tuple[int, ...], accelerator: 
 
 
 def test_backward_belongs_to_a_run() -> None:
-    engine = TrainerEngine(list, DistPlan)
+    engine = TrainerEngine(DistPlan)
     accelerator, module = of_run("fp32", engine), nn.Linear(1, 1)
     with pytest.raises(ModelError, match="outside a training step"):
         accelerator.backward(torch.ones(()))
@@ -107,7 +107,8 @@ def test_the_trainer_prepares_its_own_objects_itself() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     own = model, optimizer, schedule
-    engine = TrainerEngine(lambda: [model], DistPlan)
+    engine = TrainerEngine(DistPlan)
+    engine.take_model(model)
     accelerator = of_run("bf16", engine)
     assert accelerator.prepare(model) is model
     assert all(found is given for found, given in zip(accelerator.prepare(*own), own, strict=True))

@@ -22,7 +22,7 @@ def row(step: int, event: str = "log", **values: Any) -> dict[str, Any]:
 def write_run(folder: Path, steps: int, scale: float = 1.0, **arguments: Any) -> list[dict[str, Any]]:
     """Write the files of a run that logged every step and was killed, and return its rows."""
     args = TrainingArguments(str(folder), use_cpu=True, **arguments)
-    RunRecord(folder, args, dict, writes=True).begin(0, steps, NOTHING)
+    RunRecord(folder, args, writes=True).begin(0, steps, NOTHING)
     record = json.loads((folder / "run.json").read_text())
     record["sessions"][0]["began"] = BEGAN
     (folder / "run.json").write_text(json.dumps(record))

@@ -29,8 +29,8 @@ def state_of(**changes: Any) -> TrainerState:
 
 def log_run(folder: Path, *, max_steps: int = 5, data: dict[str, Any] | None = None) -> RunRecord:
     """Write the files of a run that logged step 5, and return its record, which has no end yet."""
-    record = RunRecord(folder, arguments(folder), lambda: data or {}, writes=True)
-    record.begin(0, max_steps, NOTHING)
+    record = RunRecord(folder, arguments(folder), writes=True)
+    record.begin(0, max_steps, NOTHING, lambda: data or {})
     log, state, control = MetricsLogCallback(folder), TrainerState(max_steps=max_steps), TrainerControl()
     log.on_train_begin(None, state, control)
     state.global_step, state.epoch = 5, 1.0
@@ -184,7 +184,7 @@ def test_facts_of_the_run_are_on_the_page(tmp_path: Path) -> None:
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
     state = state_of(is_world_process_zero=False)
     ReportCallback().on_train_end(arguments(tmp_path / "x"), state, TrainerControl())
-    RunRecord(tmp_path / "x", arguments(tmp_path), dict, writes=False).begin(0, 5, NOTHING)
+    RunRecord(tmp_path / "x", arguments(tmp_path), writes=False).begin(0, 5, NOTHING)
     assert not (tmp_path / "x").exists()
 
 
@@ -196,7 +196,7 @@ def test_a_report_that_fails_never_stops_training(tmp_path: Path, log_lines: Any
     def broken() -> dict[str, Any]:
         raise RuntimeError("no facts today")
 
-    record = RunRecord(tmp_path, arguments(tmp_path), broken, writes=True)
-    record.begin(0, 5, NOTHING)
+    record = RunRecord(tmp_path, arguments(tmp_path), writes=True)
+    record.begin(0, 5, NOTHING, broken)
     record.end("finished", 5, NOTHING)
     assert "no facts today" in log_lines.text

@@ -28,7 +28,7 @@ from windlass.core.errors import PeerError
 
 
 def resume(folder: Path, step: int, trained: dict[str, float], max_steps: int = 10) -> RunRecord:
-    record = RunRecord(folder, arguments(folder), dict, writes=True)
+    record = RunRecord(folder, arguments(folder), writes=True)
     record.begin(step, max_steps, trained)
     return record
 
@@ -111,7 +111,7 @@ def test_each_setting_has_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyP
     args = TrainingArguments(str(tmp_path), seed=3, weight_decay=0.5, use_cpu=True)
     beside = {"data.train": ("my.txt", "a.yaml:7"), "data.password": ("secret", "a.yaml:8")}
     note_sources(args, {"seed": "a.yaml:2"}, beside)
-    RunRecord(tmp_path, args, dict, writes=True).begin(0, 4, NOTHING)
+    RunRecord(tmp_path, args, writes=True).begin(0, 4, NOTHING)
     view = read_run(tmp_path)
     assert {one.name: (one.value, one.source) for one in view.configuration} == {
         "output_dir": (str(tmp_path), "the script"),
@@ -140,7 +140,7 @@ def test_a_record_is_of_the_run_that_it_is_beside(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     assert read_rows(tmp_path) == []
     assert training_time(None, []) is None
-    RunRecord(tmp_path, arguments(tmp_path), dict, writes=True).end("failed", 0, NOTHING)  # never began
+    RunRecord(tmp_path, arguments(tmp_path), writes=True).end("failed", 0, NOTHING)  # never began
     assert not list(tmp_path.iterdir())
 
 
@@ -174,7 +174,7 @@ def test_what_failed_first_is_told_by_what_it_was_and_not_by_clocks_of_machines(
 def test_a_failure_says_whether_another_rank_was_the_reason(
     tmp_path: Path, error: Exception, of_others: bool
 ) -> None:
-    record = RunRecord(tmp_path, arguments(tmp_path), dict, writes=False)
+    record = RunRecord(tmp_path, arguments(tmp_path), writes=False)
     record.begin(0, 10, NOTHING)
     record.end("failed", 3, NOTHING, error)
     (found,) = read_failures(tmp_path)

@@ -16,7 +16,7 @@ from torch import nn
 from windlass.checkpoint.pretrained import file_layout, overrides_saving
 from windlass.checkpoint.weights import WEIGHTS_NAME, load_weights, save_weights
 from windlass.core.errors import CheckpointError
-from windlass.trainer.model_writer import ModelWriter
+from windlass.trainer.model_writer import ModelWriter, WrittenBeside
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,7 +119,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def written(model: nn.Module, folder: Path) -> Path:
-    ModelWriter(model, None, lambda: None, dict).write(folder)
+    ModelWriter(model, None).write(folder, None, WrittenBeside(None, dict))
     (folder / "training_args.json").unlink()
     return folder
 

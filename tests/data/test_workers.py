@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.data.cases import Augmented, Stream, end_in_a_minute, of_worker, train_loader
+from tests.dist.garbage import collect_among_threads, leave_a_store_behind
 from tests.interrupts import InterruptAt
 from tests.trainer.preemption_cases import At
 from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
@@ -467,3 +468,21 @@ def test_workers_that_the_garbage_collector_finds_are_not_waited_for(persistent:
     gc.collect()
     codes = {worker.exitcode for worker in workers}
     assert codes == {-signal.SIGKILL}, "torch waits for them, five seconds for each"
+
+
+class Collecting(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        collect_among_threads()
+        return index
+
+
+def test_a_worker_does_not_collect_what_was_garbage_before_it() -> None:
+    def work() -> None:
+        end_in_a_minute()
+        leave_a_store_behind()
+        assert len(list(read_batches(DataLoader(Collecting(), num_workers=1), Reader("training")))) == 4
+
+    assert in_a_child(work) == 0

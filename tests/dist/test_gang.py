@@ -138,7 +138,7 @@ def accelerators(gang: Gang) -> None:
         PrecisionPlan(),
         GradientAccumulationPlugin(num_steps=1),
         DataLoaderConfiguration(),
-        TrainerEngine(list, DistPlan),
+        TrainerEngine(DistPlan),
     )
     rows = torch.full((RANK + 1, 2), float(RANK))
     expected = torch.cat([torch.full((r + 1, 2), float(r)) for r in range(SIZE)])

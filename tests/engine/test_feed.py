@@ -11,7 +11,7 @@ import torch
 from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang, Pending
-from windlass.engine.feed import Counts, Feed
+from windlass.engine.feed import Counts, Feed, FeedHooks
 
 
 class Source:
@@ -56,24 +56,29 @@ class Doubling(Gang):
 
 
 def feed_of(trace: list[str], **options: Any) -> Feed:
-    counts = Counts(
-        targets=lambda batch: 3.0,
-        inputs=lambda batch: (5, batch["x"].numel()),
-        inspect=lambda group: trace.append("inspect"),
-    )
-    return Feed(Source(trace, **options), 2, counts, Doubling(trace))
+    return Feed(Source(trace, **options), 2, Doubling(trace))
 
 
-def updates_of(feed: Feed, epoch: int) -> Iterator[UpdateBatch]:
+class Hooks(FeedHooks):
+    counts = Counts(targets=lambda batch: 3.0, inputs=lambda batch: (5, batch["x"].numel()))
+
+    def __init__(self, trace: list[str]) -> None:
+        self._trace = trace
+
+    def inspect(self, group: UpdateBatch) -> None:
+        self._trace.append("inspect")
+
+
+def updates_of(feed: Feed, epoch: int, trace: list[str] | None = None) -> Iterator[UpdateBatch]:
     """The updates of an epoch, as a loop takes them."""
     with contextlib.closing(feed):
-        while (update := feed.take(epoch)) is not None:
+        while (update := feed.take(epoch, Hooks([] if trace is None else trace))) is not None:
             yield update
 
 
 def test_a_group_is_fetched_before_the_one_ahead_of_it_is_used() -> None:
     trace: list[str] = []
-    for number, _ in enumerate(updates_of(feed_of(trace), 0)):
+    for number, _ in enumerate(updates_of(feed_of(trace), 0, trace)):
         trace.append(f"use {number}")
     steps = [line for line in trace if not line.startswith("sum")]
     assert steps == ["fetch 0", "inspect", "fetch 1", "use 0", "fetch 2", "use 1", "use 2"]
@@ -101,9 +106,8 @@ class Waited(Gang):
 def test_an_epoch_left_early_leaves_no_exchange_under_way() -> None:
     """One that outlived the process group would abort the process at its end."""
     gang = Waited()
-    counts = Counts(lambda batch: 1.0, lambda batch: (0, 0), lambda group: None)
-    feed = Feed(Source([]), 1, counts, gang)
-    feed.take(0)
+    feed = Feed(Source([]), 1, gang)
+    feed.take(0, Hooks([]))
     feed.close()
     assert gang.begun == gang.waited == 2
 
@@ -134,7 +138,7 @@ def test_the_first_group_is_inspected_once() -> None:
     trace: list[str] = []
     feed = feed_of(trace)
     for epoch in range(2):
-        list(updates_of(feed, epoch))
+        list(updates_of(feed, epoch, trace))
     assert trace.count("inspect") == 1
 
 
@@ -167,13 +171,12 @@ class LongerElsewhere(Gang):
 
 
 def test_in_step_a_rank_with_fewer_micro_batches_runs_along_with_what_weighs_nothing() -> None:
-    counts = Counts(lambda batch: 3.0, lambda batch: (0, 0), lambda group: None)
-    together = next(updates_of(Feed(Shorter([]), 3, counts, LongerElsewhere(), in_step=True), 0))
+    together = next(updates_of(Feed(Shorter([]), 3, LongerElsewhere(), in_step=True), 0))
     assert (together.targets, together.samples) == ([3.0, 3.0, 0.0], [2, 2, 0])
     own, again = together.batches[0], together.batches[2]
     assert own is not again
     assert torch.equal(own["x"], again["x"])
     assert len(together.ids) == 3
 
-    apart = next(updates_of(Feed(Shorter([]), 3, counts, LongerElsewhere()), 0))
+    apart = next(updates_of(Feed(Shorter([]), 3, LongerElsewhere()), 0))
     assert len(apart.batches) == 2

@@ -19,7 +19,7 @@ from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepResult
 from windlass.engine.feed import Counts, Feed
-from windlass.engine.loop import Loop, LoopOptions, nonfinite_at
+from windlass.engine.loop import Loop, LoopHooks, LoopOptions
 from windlass.metrics.ledger import Ledger
 
 CPU = torch.device("cpu")
@@ -72,17 +72,15 @@ class Counting:
     dispatch = None
 
 
-class Hooks:
+class Hooks(LoopHooks):
+    counts = Counts(lambda _: 1.0, lambda _: (0, 0))
+
     def __init__(self, state: TrainerState, act: dict[int, str]) -> None:
         self.control, self.state, self.act = TrainerControl(), state, act
-        self.progress = self
+        self.steps = self  # type: ignore[assignment]
         self.trace: list[str] = []
         self.saved: dict[int, State] = {}
         self.loop: Loop
-
-    @property
-    def steps(self) -> Any:
-        return self
 
     def epoch_begin(self) -> None:
         self.trace.append("epoch")
@@ -91,27 +89,11 @@ class Hooks:
         self.trace.append(f"end {self.state.epoch:g}")
         self._save()
 
-    def data_ahead(self) -> None: ...
-
-    def too_large(self, error: Exception) -> bool:
-        return False
-
-    def shrink(self) -> int:
-        raise NotImplementedError
-
-    def step_begin(self, step: int) -> None: ...
-
     def step_end(self, batch: Any, applied: bool) -> None:
         flag = self.act.get(self.state.global_step)
         if flag is not None:
             setattr(self.control, flag, True)
         self._save()
-
-    def explain_nonfinite(self, suspect: Any) -> str:
-        return nonfinite_at(suspect.step, suspect.data.ids)
-
-    def update_refused(self, suspect: Any, result: Any) -> bool:
-        return False
 
     def _save(self) -> None:
         self.saved[len(self.trace)] = {"loop": self.loop.state_dict(), "state": self.state.to_dict()}
@@ -127,10 +109,9 @@ def made(
 ) -> tuple[Loop, Hooks]:
     state = TrainerState(max_steps=max_steps)
     hooks = Hooks(state, act or {})
-    counts = Counts(lambda _: 1.0, lambda _: (0, 0), lambda _: None)
     loop = Loop(
         Counting(options.get("bad")),  # type: ignore[arg-type]
-        Feed(Source(length, known), 1, counts, Gang()),
+        Feed(Source(length, known), 1, Gang()),
         hooks,  # type: ignore[arg-type]
         Ledger(CPU, lambda value: value),
         StepSeeder(0, 0, CPU),
@@ -142,19 +123,19 @@ def made(
 
 def test_epochs_and_events() -> None:
     loop, hooks = made(2, 2, 4)
-    loop.run()
+    loop.run(hooks)
     assert hooks.trace == ["epoch", "update 1", "update 2", "end 1", "epoch", "update 3", "update 4", "end 2"]
 
 
 def test_max_steps_ends_within_an_epoch() -> None:
     loop, hooks = made(4, 2, 6)
-    loop.run()
+    loop.run(hooks)
     assert hooks.trace[-3:] == ["update 5", "update 6", "end 1.5"]
 
 
 def test_a_callback_stops_the_epoch_or_the_run() -> None:
     loop, hooks = made(3, 2, 6, act={1: "should_epoch_stop"})
-    loop.run()
+    loop.run(hooks)
     assert [line for line in hooks.trace if line.startswith("update")] == [
         "update 1",
         "update 4",
@@ -162,7 +143,7 @@ def test_a_callback_stops_the_epoch_or_the_run() -> None:
         "update 6",
     ]
     loop, hooks = made(3, 2, 6, act={2: "should_training_stop"})
-    loop.run()
+    loop.run(hooks)
     assert hooks.trace == ["epoch", "update 1", "update 2", f"end {2 / 3:g}"]
 
 
@@ -178,13 +159,13 @@ def test_a_loop_goes_on_from_wherever_it_was_saved(
 ) -> None:
     steps = max(length * epochs - part, 1)
     loop, hooks = made(length, epochs, steps, known)
-    loop.run()
+    loop.run(hooks)
     at = sorted(hooks.saved)[choice % len(hooks.saved)]
     again, resumed = made(length, epochs, steps, known)
     again.load_state_dict(hooks.saved[at]["loop"])
     resumed.state.global_step = hooks.saved[at]["state"]["global_step"]
     resumed.state.epoch = hooks.saved[at]["state"]["epoch"]
-    again.run()
+    again.run(resumed)
     assert hooks.trace[:at] + resumed.trace == hooks.trace
 
 
@@ -192,30 +173,30 @@ def test_an_epoch_that_a_callback_ended_stays_ended() -> None:
     """Killed behind the save that followed the callback's word, before the loop acted on it."""
     act = {2: "should_epoch_stop"}
     loop, hooks = made(4, 2, 8, act=act)
-    loop.run()
+    loop.run(hooks)
     at = hooks.trace.index("update 2") + 1
     again, resumed = made(4, 2, 8, act=act)
     resumed.state.global_step = 2
     resumed.state.epoch = 0.5
     again.load_state_dict(hooks.saved[at]["loop"])
-    again.run()
+    again.run(resumed)
     assert hooks.trace[:at] + resumed.trace == hooks.trace
 
 
 def test_raising_names_step_and_samples_and_comes_before_the_steps_events() -> None:
     loop, hooks = made(5, 1, 5, bad=3)
     with pytest.raises(NonFiniteError, match=r"at step 3 \(samples 3\): loss nan, gradient norm nan"):
-        loop.run()
+        loop.run(hooks)
     assert max(hooks.saved) == 3, "nothing was due after it"
 
 
 def test_a_guarded_loop_goes_on() -> None:
     loop, hooks = made(5, 1, 5, bad=3, guard=True)
-    loop.run()
+    loop.run(hooks)
     assert hooks.state.global_step == 5
 
 
 def test_data_that_gives_nothing_ends_the_run() -> None:
     loop, hooks = made(0, 3, 9, known=False)
-    loop.run()
+    loop.run(hooks)
     assert hooks.trace == ["epoch", "end 0"]

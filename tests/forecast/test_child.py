@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from tests.dist.garbage import collect_among_threads, leave_a_store_behind
 from tests.trainer.resume_cases import in_a_child
 
 from windlass.forecast.child import Child
@@ -44,3 +45,11 @@ def test_code_that_waits_for_an_answer_runs_in_no_other_process(tmp_path: Path) 
     os.close(alive)
     assert os.read(runs, 1) == b""  # the other process has ended
     assert ended.read_text() == "interrupted\n"
+
+
+def test_it_does_not_collect_what_was_garbage_before_it() -> None:
+    def work() -> None:
+        leave_a_store_behind()
+        Child(collect_among_threads).result()
+
+    assert in_a_child(work) == 0

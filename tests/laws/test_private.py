@@ -112,8 +112,8 @@ THIRD_PARTY = {
 # What scripts override under these names, and a run therefore calls.
 OVERRIDABLE = {
     "src/windlass/trainer/hooks.py": {
-        "_prepare_inputs", "_save", "_save_checkpoint", "_determine_best_metric", "_load_from_checkpoint",
-        "_load_best_model", "_load_optimizer_and_scheduler",
+        "_prepare_inputs", "_save", "_save_checkpoint", "_checkpoint_committed", "_determine_best_metric",
+        "_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler",
     }
 }  # fmt: skip
 NOT_YET = {

@@ -27,13 +27,13 @@ class Noting(Trainer):
 
 
 def _noting(ended: Any) -> Any:
-    def noted(checkpoints: RunCheckpoints, as_saved: Any, best: str | None, folder: Path | None) -> None:
+    def noted(checkpoints: RunCheckpoints, as_saved: Any, *given: Any) -> None:
         trainer = getattr(Noting, "latest", None)
         run = None if trainer is None else trainer._run
         if trainer is not None and (trainer.is_in_train or (run and run.checkpoints is checkpoints)):
-            name = None if folder is None else folder.name
+            name = None if given[-1] is None else given[-1].name
             trainer.notes.append((as_saved.global_step, trainer.state.global_step, name))
-        ended(checkpoints, as_saved, best, folder)
+        ended(checkpoints, as_saved, *given)
 
     return noted
 

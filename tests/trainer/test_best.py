@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trainer.resume_cases import KILLED, in_a_child, kill
 from tests.trainer.small import Net, arguments, rows, weights_hash
 
 from windlass import Trainer, TrainerCallback
@@ -319,6 +320,40 @@ def test_what_is_the_best_waits_for_the_save_under_way(
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
     assert weights_hash(trainer.model) == trainer.hashes[2]
+
+
+def saved_before_evaluated(folder: Path) -> Scripted:
+    """Each update is saved, and the first epoch, evaluated after the save of its last update, is the best."""
+    given = {"eval_strategy": "epoch", "save_total_limit": 2, "load_best_model_at_end": False}
+    given |= {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 12}
+    return scripted(folder, [0.5, 0.1, 0.3], **given)
+
+
+def test_the_checkpoint_of_an_evaluated_step_is_the_best_if_it_was_saved_before(tmp_path: Path) -> None:
+    trainer = saved_before_evaluated(tmp_path)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert sorted(metrics_of(tmp_path)) == [2, 6]
+
+
+def test_so_it_is_where_the_run_is_resumed_between_both(tmp_path: Path) -> None:
+    def work() -> None:
+        trainer = saved_before_evaluated(tmp_path)
+        trainer.add_callback(kill("on_save", 2))
+        trainer.train()
+
+    assert in_a_child(work) == KILLED
+    trainer = saved_before_evaluated(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
+def test_so_it_is_not_where_that_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Files, "write_some", failing_at_step(2))
+    trainer = saved_before_evaluated(tmp_path)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is None
+    assert sorted(metrics_of(tmp_path)) == [5, 6]
 
 
 @pytest.mark.parametrize(

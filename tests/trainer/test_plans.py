@@ -17,7 +17,7 @@ from windlass import Trainer
 from windlass.config.plan import CallPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
-from windlass.trainer.services import Plans
+from windlass.trainer.plans import Plans
 
 
 def made(folder: Path, **changes: Any) -> Trainer:
@@ -100,14 +100,15 @@ def test_an_overridden_choice_of_the_optimizer_is_used(tmp_path: Path) -> None:
 
 def test_a_plan_is_kept_until_an_argument_is_assigned(tmp_path: Path) -> None:
     args, plans = arguments(tmp_path), Plans(World())
-    first = plans.begin(args)
+    plans.args = args
+    first = plans.begin()
     assert isinstance(first, CallPlan)
     assert plans.of(args) is first
     args.seed = 7
     second = plans.of(args)
     assert (second.seed, plans.of(args)) == (7, second)
     assert plans.of(arguments(tmp_path, seed=8)).seed == 8
-    assert plans.begin(args) is not second
+    assert plans.begin() is not second
 
 
 def test_the_plan_of_a_call_sees_what_changed_inside_a_value(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.dist.launch import launch
 
 from windlass.core.world import World
-from windlass.trainer.run import telling_where
+from windlass.trainer.run_training import telling_where
 
 HERE = Path(__file__).parent
 

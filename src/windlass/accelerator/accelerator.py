@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.engine import LoopEngine, OwnLoop, clip_norm, clip_values, trigger_sync_in_backward
+from windlass.accelerator.engine import (
+    LoopEngine,
+    OwnLoop,
+    TrainerEngine,
+    clip_norm,
+    clip_values,
+    trigger_sync_in_backward,
+)
 from windlass.accelerator.exchange import gather_samples, share_rng_states
 from windlass.accelerator.loop_saver import LoadHook, LoopSaver, SaveHook
 from windlass.accelerator.offloaded_weights import (
@@ -158,13 +165,7 @@ class Accelerator(Ranks):
         # Before joining the process group, so that other processes do not wait for one that lacks a tracker.
         trackers = filter_trackers(log_with, settings.project.logging_dir)
         all_ranks, device = meet(settings, world)
-        self._assemble(
-            all_ranks,
-            device,
-            settings,
-            _scaler(settings, device),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
-        )
+        self._assemble(all_ranks, device, settings, _scaler(settings, device))
         self.log_with: list[str | GeneralTracker] = trackers
         check_operations(settings.debug or operations_are_checked())
         if shared := [kind for kind in settings.rng_types if kind != "generator"]:
@@ -180,7 +181,7 @@ class Accelerator(Ranks):
         precision: PrecisionPlan,
         accumulation: GradientAccumulationPlugin,
         loader: DataLoaderConfiguration,
-        engine: LoopEngine,
+        engine: TrainerEngine,
     ) -> Accelerator:
         """The accelerator of a Trainer, which has already joined the process group and resolved its settings.
 
@@ -202,7 +203,7 @@ class Accelerator(Ranks):
         )
         accelerator = cls.__new__(cls)
         # Losses of other models than the trained one are not scaled by the run.
-        accelerator._assemble(all_ranks, device, settings, UnitScaler(device), lambda *_: engine)
+        accelerator._assemble(all_ranks, device, settings, UnitScaler(device), engine)
         publish(accelerator.state, accelerator.gradient_state)
         return accelerator
 
@@ -210,13 +211,7 @@ class Accelerator(Ranks):
     def _in_worker(cls, all_ranks: Gang, device: torch.device, settings: LoopSettings) -> Accelerator:
         """An accelerator with these settings and nothing prepared, for a process that does not train."""
         accelerator = cls.__new__(cls)
-        accelerator._assemble(
-            all_ranks,
-            device,
-            settings,
-            UnitScaler(torch.device("cpu")),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
-        )
+        accelerator._assemble(all_ranks, device, settings, UnitScaler(torch.device("cpu")))
         if not PROCESS:
             publish(accelerator.state, accelerator.gradient_state)
         return accelerator
@@ -232,18 +227,24 @@ class Accelerator(Ranks):
         device: torch.device,
         settings: LoopSettings,
         scaler: Scaler,
-        engine: Callable[[AccumulationState, Prepared], LoopEngine],
+        runs: TrainerEngine | None = None,
     ) -> None:
+        """Make the parts. None of them refers to the accelerator, so that it is freed when a script drops it.
+
+        Args:
+            runs: the engine of a Trainer's runs; None: the script has a loop of its own.
+        """
         data_ranks, loss_ranks = all_ranks.over("data"), all_ranks.over("loss")
         stride = 1 if settings.loader.split_batches else data_ranks.size
         accumulation = AccumulationState(settings.accumulation, stride)
-        prepared = Prepared(scaler, device, loss_ranks.size, lambda: self._engine.strategies)
+        elsewhere = tuple if runs is None else lambda: runs.strategies
+        prepared = Prepared(scaler, device, loss_ranks.size, elsewhere)
+        engine: LoopEngine = runs or OwnLoop(settings.dist, data_ranks, accumulation, prepared)
         self._all_ranks, self.gradient_state, self._prepared = all_ranks, accumulation, prepared
-        self._engine = engine(accumulation, prepared)
-        self._setup = Setup(settings, all_ranks, device, lambda: self._engine.dist)
+        self._engine, self._setup = engine, Setup(settings, all_ranks, device, lambda: engine.dist)
         self.flag_tensor: Tensor | None = None
-        self._preparer = Preparer(self._setup, accumulation, prepared, self._engine)
-        self._saver = LoopSaver(self._setup, accumulation, prepared, self._engine)
+        self._preparer = Preparer(self._setup, accumulation, prepared, engine)
+        self._saver = LoopSaver(self._setup, accumulation, prepared, engine)
         self.log_with = []
         self.trackers: list[GeneralTracker] = []
 
@@ -707,8 +708,10 @@ class Accelerator(Ranks):
         accumulation = self.gradient_state
         accumulation.advance()
         reduce = accumulation.sync_gradients or accumulation.plugin.sync_each_batch
-        accumulation.models = models
+        outer, accumulation.models = accumulation.models, models
         with contextlib.ExitStack() as stack:
+            # The state of the process has the accumulation, and outlives the models of a loop.
+            stack.callback(setattr, accumulation, "models", outer)
             for model in models:
                 stack.enter_context(self._micro(model, reduce))
             yield
@@ -793,7 +796,7 @@ class Accelerator(Ranks):
             )
             if found is None:
                 raise ModelError(f"this {type(one).__name__} was not prepared by this accelerator")
-            self._prepared.executor_of(found).unscale()
+            self._prepared.executors.executor_of(found).unscale()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale the gradients of `parameters` down to a global norm of `max_norm`. `norm_type` is its order: 2 is the

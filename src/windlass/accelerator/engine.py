@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.device_cache import clear_device_cache
-from windlass.accelerator.prepared import LoopExecutor, Prepared
+from windlass.accelerator.executors import LoopExecutor
+from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
 from windlass.core.attributes import attributes_of
@@ -136,7 +137,6 @@ class TrainerEngine:
     Other models that a script prepares belong to the accelerator and are not affected by runs.
 
     Args:
-        owned: the Trainer's own model, wrapper, optimizer and schedule at this moment.
         dist: how the Trainer spreads models, from its arguments at this moment.
         autocast: returns the mixed-precision context of a forward.
 
@@ -149,14 +149,18 @@ class TrainerEngine:
 
     def __init__(
         self,
-        owned: Callable[[], Iterable[Any]],
         dist: Callable[[], DistPlan],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.step_was_skipped = False
-        self._owned, self._dist, self.autocast = owned, dist, autocast
+        self._dist, self.autocast = dist, autocast
         self.backward: Callable[..., None] = _refuse_backward
         self.strategies: Sequence[Strategy] = ()
+        self._model: nn.Module | None = None
+
+    def take_model(self, model: nn.Module) -> None:
+        """Use this model of the Trainer from now on, at its beginning and in each call."""
+        self._model = model
 
     def attach(self, normaliser: UpdateNormaliser, executor: Executor) -> None:
         """Start a run, with what normalizes its losses and computes gradients. The strategy of the executor is used
@@ -174,7 +178,8 @@ class TrainerEngine:
 
     def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
         if isinstance(item, nn.Module):
-            return any(item is own for own in self._owned())
+            trained = (own for strategy in self.strategies for own in (strategy.module, strategy.model))
+            return any(item is own for own in (self._model, *trained))
         if isinstance(item, torch.optim.Optimizer):
             return not prepares(item)
         if isinstance(item, LRScheduler | PreparedSchedule):
@@ -224,7 +229,9 @@ class OwnLoop:
         micro, executor = self._micro_batch(), self._prepared.executor
         self._normaliser.scope(micro)
         share = self._normaliser.apply(loss)
-        executor.backward_in_loop(share, last=micro.last, discards=self._prepared.discards, **kwargs)
+        executor.backward_in_loop(
+            share, last=micro.last, discards=self._prepared.executors.discards, **kwargs
+        )
         factor = self._normaliser.correction()
         if factor is not None:
             self._correct(executor, factor)

@@ -58,7 +58,6 @@ class RunRecord:
     Args:
         folder: the run's folder.
         args: of the run.
-        data: returns what the report shows of the data.
         writes: False on all processes but the main one.
         needs: what the command of this process, typed again, needs to resume.
     """
@@ -67,19 +66,23 @@ class RunRecord:
         self,
         folder: Path,
         args: TrainingArguments,
-        data: Callable[[], Mapping[str, Any]],
         writes: bool,
         needs: Needs = "script",
     ) -> None:
-        self._folder, self._args, self._data, self._writes = OutputFolder(folder), args, data, writes
+        self._folder, self._args, self._writes = OutputFolder(folder), args, writes
         self._needs = needs
         self._record: Record = {}  # empty before `begin`, and for a session that trains nothing
         self._clock, self._is_timed, self._began = run_clock(), False, False
         self._clock_file = ClockFile(self._folder, self._clock)
 
-    def begin(self, step: int, max_steps: int, trained: Trained) -> None:
+    def begin(
+        self, step: int, max_steps: int, trained: Trained, data: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
         """Record the beginning of a session at `step`, with the counts of the checkpoint that it resumes from. A
         session that resumes a complete run trains nothing, and leaves the record as it is.
+
+        Args:
+            data: returns what the report shows of the data.
         """
         self._began = True
         if not self._writes:
@@ -95,12 +98,12 @@ class RunRecord:
                 "from_step": step,
                 "repeated": max(logged - step, 0),
             }
-            arguments, data = changed_arguments(self._args), dict(self._data())
+            arguments = changed_arguments(self._args)
             facts = {
                 "arguments": arguments,
                 "sources": {name: source_of(self._args, name) for name in arguments},
                 "settings": settings_of(self._args),
-                "data": data,
+                "data": dict(data()),
                 "environment": environment(),
                 "process": {**_process(), "needs": self._needs},
             }

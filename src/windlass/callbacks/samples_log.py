@@ -31,13 +31,9 @@ Samples = list[dict[str, Any]]
 class SamplesLog(TrainerCallback):
     """Writes `samples.json` into the output folder, on the main process, unless that is a remote folder. A resumed run
     keeps the file that it finds.
-
-    Args:
-        samples: returns them, given the first batch; nothing is written if there are none.
     """
 
-    def __init__(self, samples: Callable[[Any], Samples]) -> None:
-        self._samples = samples
+    def __init__(self) -> None:
         self._path: Path | None = None  # of a file that is to be written
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
@@ -49,13 +45,17 @@ class SamplesLog(TrainerCallback):
                     path.unlink()  # of an earlier run
             self._path = None if path.is_file() else path
 
-    def first_batch(self, batch: Any) -> None:
-        """Write the file. Called with the first batch of a call of `train()`, before its first update."""
+    def first_batch(self, batch: Any, samples: Callable[[Any], Samples]) -> None:
+        """Write the file. Called with the first batch of a call of `train()`, before its first update.
+
+        Args:
+            samples: returns the rows of a batch; nothing is written if there are none.
+        """
         path, self._path = self._path, None
         if path is None:
             return
         try:
-            found = self._samples(batch)
+            found = samples(batch)
             if found:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, json.dumps(found, indent=1) + "\n")

@@ -107,7 +107,9 @@ class Mesh:
 
     def parts(self, view: View) -> list[tuple[int, ...]]:
         """The gangs into which `view` divides the job: the same list on every rank."""
-        return sorted({self.ranks(view, rank) for rank in range(self.size())})
+        varied = _axes_of(view)
+        firsts = itertools.product(*([0] if axis in varied else range(self.along(axis)) for axis in AXES))
+        return [self.ranks(view, self._rank_at(first)) for first in firsts]
 
     def place(self, rank: int) -> str:
         """The position of `rank` along each axis, as text; empty if ranks only have different samples."""

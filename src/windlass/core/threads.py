@@ -99,6 +99,15 @@ def wait_for_foreign_threads(patience: float = 0.05) -> bool:
     return True
 
 
+def keep_inherited_garbage() -> None:
+    """To be called in a process that was just forked: what it inherited is never collected there as garbage.
+
+    Garbage may wait for the end of its threads, as the store of a process group does. They were not forked, and their
+    memory may be that of threads which this process has started: such a wait aborts it.
+    """
+    gc.freeze()
+
+
 def python_threads() -> list[threading.Thread]:
     """`threading.enumerate()`, in which no garbage is collected: it holds a lock that a thread needs to end, and
     garbage may wait for such an end, as torch's iterator does for the thread that pins its batches.

@@ -108,7 +108,7 @@ class Fetch:
         self._bind()
 
     def _bind(self) -> None:
-        self._read_many: Callable[[list[int]], Any] = getattr(self._dataset, "__getitems__", self._one_by_one)
+        self._read_many: Callable[[list[int]], Any] | None = getattr(self._dataset, "__getitems__", None)
         self._reseed_collator = collator_reseeder(self._collate)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,7 +133,8 @@ class Fetch:
             set_epochs(epoch, self._dataset)
         if self._quiet:
             with self._strict if isolate else self._watch as watch:
-                batch = self._collated(self._read_many(ids), ids)
+                many = self._read_many or self._one_by_one
+                batch = self._collated(many(ids), ids)
             if not watch.drew:
                 return batch
             self._quiet = False

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from windlass.core.errors import WorkerError
 from windlass.core.job_signals import handled_later, signal_name
 from windlass.core.logs import get_logger
-from windlass.core.threads import wait_for_foreign_threads
+from windlass.core.threads import keep_inherited_garbage, wait_for_foreign_threads
 from windlass.data.worker_queue import WorkerEvent
 from windlass.dist.beacon import beacon
 
@@ -70,6 +70,10 @@ class WorkerProcess(ForkProcess):
     patience = 30.0
     left: WorkerEvent
     entrance: _Entrance | None = None
+
+    def run(self) -> None:
+        keep_inherited_garbage()
+        super().run()
 
     def join(self, timeout: float | None = None) -> None:
         super().join(None if timeout is None else min(timeout, _GRACE))

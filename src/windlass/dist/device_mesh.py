@@ -5,15 +5,16 @@ from __future__ import annotations
 import atexit
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.core.device import backend_for
 from windlass.core.mesh import AXES, VIEWS, Axis, Mesh
-from windlass.dist.gang import leave
+from windlass.dist.gang import current, leave
 from windlass.dist.listening import gloo_on_loopback
 
 
@@ -37,7 +38,7 @@ def fsdp_device_meshes(mesh: Mesh, device: torch.device) -> tuple[DeviceMesh, De
     sizes = {axis: mesh.along(axis) for axis in AXES if axis not in VIEWS["context"]}
     sizes["shard"] *= mesh.size("context") * sizes.pop("expert")
     axes = [axis for axis, size in sizes.items() if axis == "shard" or size > 1]
-    whole = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    whole = _whole_mesh(torch.arange(mesh.size()).reshape([sizes[axis] for axis in axes]), axes, device)
     loss = tuple(axis for axis in axes if axis in VIEWS["loss"])
     tensor = whole["tensor"] if "tensor" in axes else None
     return whole if len(loss) == len(axes) else whole[loss], tensor
@@ -49,7 +50,7 @@ def tensor_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """
     sizes = {"pipeline": mesh.pipeline, "loss": mesh.size("loss"), "tensor": mesh.tensor}
     axes = [axis for axis in sizes if axis == "tensor" or sizes[axis] > 1]
-    whole = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    whole = _whole_mesh(torch.arange(mesh.size()).reshape([sizes[axis] for axis in axes]), axes, device)
     return whole[tuple(axes[1:])] if axes[0] == "pipeline" else whole
 
 
@@ -74,8 +75,20 @@ def expert_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     copies = sizes["outer"] * sizes["inner"]
     named = {"pipeline": mesh.pipeline, "copies": copies, "tensor": mesh.tensor, "expert": mesh.expert}
     axes = [axis for axis in named if axis == "expert" or named[axis] > 1]
-    whole = DeviceMesh(device.type, ranks.reshape([named[axis] for axis in axes]), mesh_dim_names=tuple(axes))
+    whole = _whole_mesh(ranks.reshape([named[axis] for axis in axes]), axes, device)
     return whole[tuple(axes[1:])] if axes[0] == "pipeline" else whole
+
+
+def _whole_mesh(ranks: Tensor, axes: Sequence[str], device: torch.device) -> DeviceMesh:
+    """The mesh of all ranks of the job, whose axis number i goes along dimension i of `ranks`. Its groups are those of
+    the gangs, where they have the same ranks, and wait as long as theirs. Collective.
+    """
+    gang = current()
+    groups = [
+        gang.group_of(ranks.movedim(dim, -1).reshape(-1, size).tolist())
+        for dim, size in enumerate(ranks.shape)
+    ]
+    return DeviceMesh.from_group(groups, device.type, ranks.contiguous(), mesh_dim_names=tuple(axes))
 
 
 def part_along(whole: nn.Parameter, mesh: DeviceMesh, dim: int, *axes: str) -> nn.Parameter:

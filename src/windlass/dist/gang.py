@@ -11,7 +11,7 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
@@ -26,6 +26,7 @@ from windlass.core.threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, beacon, waiting
 from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
+from windlass.dist.process_groups import ProcessGroups
 from windlass.dist.watchdog import watch
 from windlass.dist.wire import Streamed, gather, own_stream, stream
 
@@ -176,45 +177,54 @@ class Gang:
         return None
 
     def machine_group(self) -> Any:
-        """A process group of the job's processes on this machine, on the backend of the device. Collective in the job
-        when it is first asked for.
+        """A process group of the members on this machine, on the backend of the device. Collective when it is first
+        asked for.
         """
         return None
+
+    def group_of(self, parts: Iterable[Iterable[int]]) -> Any:
+        """The process group of this rank's part of the job, on the backend of the device: see `ProcessGroups.of`."""
+        return dist.group.WORLD
 
 
 class ProcessGang(Gang):
     """Several processes. Exchanges go over a gloo group on the host, so none of them waits for a device.
 
     Args:
-        host_group: the members, on gloo.
-        device_group: the members, on the backend of the device; None is the default group, of all ranks.
+        groups: of the job.
+        parts: into which it is divided, of which this gang is one; None is the whole job.
     """
 
     def __init__(
         self,
         world: World,
-        host_group: Any,
+        groups: ProcessGroups,
         mesh: Mesh | None = None,
-        members: tuple[int, ...] | None = None,
+        parts: list[tuple[int, ...]] | None = None,
         views: dict[tuple[int, ...], Gang] | None = None,
-        device_group: Any = None,
     ) -> None:
-        super().__init__(world, mesh, members, views)
-        self._host, self._device = host_group, device_group
+        parts = [tuple(range(world.size))] if parts is None else parts
+        super().__init__(world, mesh, next(part for part in parts if world.rank in part), views)
+        self._groups = groups
+        self._device, self._host = groups.of(parts), groups.of(parts, "gloo")
         self._machine: Any = None
 
     def __reduce__(self) -> Any:
         # An object that holds a gang can be copied in this process, and sent to a data worker of it.
         return _seen_from_here, (self.world, self.mesh, self.members)
 
-    def open_views(self, timeout: timedelta) -> None:
+    def open_views(self) -> None:
         """Make the gangs of the views that are not the whole job. Collective."""
         if place := self.mesh.place(self.world.rank):
             beacon().place(place)
         for view in VIEWS:
             mine = self.mesh.ranks(view, self.world.rank)
-            if mine not in self._views:
-                self._open_view(view, mine, timeout)
+            if mine in self._views:
+                continue
+            if len(mine) == 1:
+                Gang(self.world, self.mesh, mine, self._views)
+            else:
+                type(self)(self.world, self._groups, self.mesh, self.mesh.parts(view), self._views)
 
     def lay_out(self, mesh: Mesh, timeout: timedelta) -> bool:
         """Use the views of `mesh`: those of before, or if the ranks have only shared out data so far, new ones. Return
@@ -226,18 +236,9 @@ class ProcessGang(Gang):
             return False
         for gang in self._views.values():
             gang.mesh = mesh
-        self.open_views(timeout)
+        self._groups.timeout = timeout
+        self.open_views()
         return True
-
-    def _open_view(self, view: View, mine: tuple[int, ...], timeout: timedelta) -> None:
-        if len(mine) == 1:
-            Gang(self.world, self.mesh, mine, self._views)
-            return
-        # Every rank makes the groups of all parts, in the same order, and gets the one that it is in.
-        parts = [list(part) for part in self.mesh.parts(view)]
-        device = _group_of(parts, timeout, None)
-        host = device if dist.get_backend() == "gloo" else _group_of(parts, timeout, "gloo")
-        ProcessGang(self.world, host, self.mesh, mine, self._views, device)
 
     @property
     def host_group(self) -> Any:
@@ -249,11 +250,11 @@ class ProcessGang(Gang):
 
     def machine_group(self) -> Any:
         if self._machine is None:
-            parts: dict[int, list[int]] = {}
-            for rank, first in zip(self.members, self.gather_objects(self.on_machine.start), strict=True):
-                parts.setdefault(first, []).append(rank)
-            self._machine = _group_of(list(parts.values()), None, None)
+            self._machine = self._groups.among([rank for rank in self.members if rank in self.on_machine])
         return self._machine
+
+    def group_of(self, parts: Iterable[Iterable[int]]) -> Any:
+        return self._groups.of(parts)
 
     def close(self) -> None:
         """Let go of the process groups of all views; exchanges are over."""
@@ -313,13 +314,8 @@ class Outside(Gang):
         )
 
     sum = start_sum = sum_on_device = max_on_device = gather_objects = broadcast_object = _refuse
-    stream = barrier = vote = _refuse
+    stream = barrier = vote = machine_group = group_of = _refuse
     host_group = device_group = property(_refuse)
-
-
-def _group_of(parts: list[list[int]], timeout: timedelta | None, backend: str | None) -> Any:
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout, backend)  # type: ignore[no-untyped-call]
-    return group
 
 
 def _seen_from_here(world: World, mesh: Mesh, members: tuple[int, ...]) -> Gang:
@@ -386,13 +382,8 @@ def join(
                 dist.init_process_group(
                     backend or backend_for(device), init_method, timeout, world.size, world.rank, **store
                 )
-        host = (
-            dist.group.WORLD
-            if dist.get_backend() == "gloo"
-            else dist.new_group(backend="gloo", timeout=timeout)
-        )
-        _joined = ProcessGang(world, host, mesh)
-        _joined.open_views(timeout)
+        _joined = ProcessGang(world, ProcessGroups(timeout), mesh)
+        _joined.open_views()
         atexit.register(leave)
     if mesh is not None and not _joined.lay_out(mesh, timedelta(seconds=timeout_seconds)):
         fix = f"the processes met with {_joined.mesh}, whose process groups are open; use one layout in a script"

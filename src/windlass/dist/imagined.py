@@ -7,7 +7,7 @@ their outputs as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,37 +15,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from windlass.core.mesh import VIEWS, Mesh
 from windlass.core.tensors import is_fake
 from windlass.core.world import World
 from windlass.dist.gang import Gang, Pending, ProcessGang, in_place_of_joined
+from windlass.dist.process_groups import ProcessGroups
 from windlass.dist.variables import environment_of
 
 MACHINE = 8
 """Processes of a machine of such a job."""
 
 
+class _ImaginedGroups(ProcessGroups):
+    """Groups of PyTorch's fake backend. Only those of this rank are opened."""
+
+    def of(self, parts: Iterable[Iterable[int]], backend: str | None = None) -> Any:
+        return super().of(parts)
+
+    def _opened(self, parts: tuple[tuple[int, ...], ...], backend: str | None) -> Any:
+        return self.among(list(next(part for part in parts if dist.get_rank() in part)))
+
+    def among(self, ranks: list[int]) -> Any:
+        return dist.new_group(ranks, backend="fake")
+
+
 class ImaginedGang(ProcessGang):
     """Ranks that all have the values of this one."""
 
     exists = False
-
-    def open_views(self, timeout: timedelta) -> None:
-        for view in VIEWS:
-            mine = self.mesh.ranks(view, self.world.rank)
-            if mine in self._views:
-                continue
-            if len(mine) == 1:
-                Gang(self.world, self.mesh, mine, self._views)
-            else:
-                group = dist.new_group(list(mine), backend="fake")
-                ImaginedGang(self.world, group, self.mesh, mine, self._views, group)
-
-    def lay_out(self, mesh: Mesh, timeout: timedelta) -> bool:
-        for gang in self._views.values():
-            gang.mesh = mesh
-        self.open_views(timeout)
-        return True
 
     def sum(self, value: Tensor) -> Tensor:
         return value if is_fake(value) else value.mul_(self.size)
@@ -89,8 +85,8 @@ def _imagined(world: World) -> Iterator[None]:
     with torch.device("cpu"):
         dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
     try:
-        gang = ImaginedGang(world, dist.group.WORLD)
-        gang.open_views(timedelta(seconds=1))
+        gang = ImaginedGang(world, _ImaginedGroups(timedelta(seconds=1)))
+        gang.open_views()
         with in_place_of_joined(gang):
             yield
     finally:

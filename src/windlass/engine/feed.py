@@ -18,8 +18,6 @@ from windlass.metrics.tokens import rows
 class Counts:
     """How batches are counted, all on the host.
 
-    `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it. If it
-    returns a number, it is called again with the same samples in that many micro-batches.
     `check` sees every group before it is counted, and raises if the model cannot compute it; None: nothing is checked.
     `inputs` returns the tokens of a batch, as the configuration counts them, and its positions with padding.
     `signals` are numbers that this rank sends to the others with the counts, so agreeing costs nothing.
@@ -27,9 +25,20 @@ class Counts:
 
     targets: Callable[[Any], float]
     inputs: Callable[[Any], tuple[int, int]]
-    inspect: Callable[[UpdateBatch], int | None]
     signals: Callable[[], Sequence[float]] = tuple
     check: Callable[[UpdateBatch], None] | None = None
+
+
+class FeedHooks:
+    """What takes updates from a feed, and is handed over with each request."""
+
+    counts: Counts
+
+    def inspect(self, group: UpdateBatch) -> int | None:
+        """Look at the first group before anything of it is counted: what the counts mean may depend on it. If a number
+        is returned, this is called again with the same samples in that many micro-batches.
+        """
+        return None
 
 
 # Every rank reads the same data if Windlass deals it.
@@ -53,9 +62,9 @@ class Feed:
     """
 
     def __init__(
-        self, source: GroupSource, accumulation: int, counts: Counts, all_ranks: Gang, in_step: bool = False
+        self, source: GroupSource, accumulation: int, all_ranks: Gang, in_step: bool = False
     ) -> None:
-        self._source, self._accumulation, self._counts = source, accumulation, counts
+        self._source, self._accumulation = source, accumulation
         self._all_ranks, self._sends_counts = all_ranks, all_ranks.over("model").rank == 0
         self._in_step = in_step
         self._inspected, self._clock = False, run_clock()
@@ -90,24 +99,24 @@ class Feed:
         self._groups = iter(())  # workers that read for this epoch alone end with it
         self._epoch = None
 
-    def again(self, accumulation: int) -> UpdateBatch:
+    def again(self, accumulation: int, hooks: FeedHooks) -> UpdateBatch:
         """Read the last update again, in this many micro-batches, as the source cuts them now. In a world of one."""
         self._end_sum()
         self._position_after = self._position_before
         self._reopen(accumulation)
-        self._fetch(None)
+        self._fetch(None, hooks)
         assert self._epoch is not None
-        same = self.take(self._epoch)
+        same = self.take(self._epoch, hooks)
         assert same is not None, "the same samples come again"
         return same
 
-    def take(self, epoch: int) -> UpdateBatch | None:
+    def take(self, epoch: int, hooks: FeedHooks) -> UpdateBatch | None:
         """Return the next update of those that are left of `epoch`, with its sums over all ranks, and fetch the one
         after it; None if there is none. `close` ends the epoch.
         """
         if self._epoch is None:
             self._epoch = epoch
-            self._fetch(self._open(epoch))
+            self._fetch(self._open(epoch), hooks)
         if self._ahead is None:
             return None
         (group, sums, pending), self._ahead = self._ahead, None
@@ -125,7 +134,7 @@ class Feed:
             del more[: self._accumulation]
         group.signals = more
         self._position_before, self._position_after = self._position_after, group.position
-        self._fetch(None if group.last else group)
+        self._fetch(None if group.last else group, hooks)
         return group
 
     def _end_sum(self) -> None:
@@ -153,7 +162,7 @@ class Feed:
         self._source.load_state_dict(self._position_after)
         self._groups = self._source.groups(accumulation)
 
-    def _fetch(self, spare: UpdateBatch | None) -> None:
+    def _fetch(self, spare: UpdateBatch | None, hooks: FeedHooks) -> None:
         """Read and count the next group, or `spare` as a filler if this rank has none left; begin to sum the counts."""
         before = self._clock.enter(DATA)
         group = next(self._groups, None)
@@ -163,18 +172,18 @@ class Feed:
                 return
             group = replace(spare, batches=spare.batches[:1], ids=[[]], filler=True, last_in_epoch=True)
         if not self._inspected:
-            group = self._inspect(group)
-        sums = self._count(group)
-        signals = self._counts.signals()
+            group = self._inspect(group, hooks)
+        sums = self._count(group, hooks.counts)
+        signals = hooks.counts.signals()
         # The sums are the numbers of ranks that have a k-th micro-batch, and show how many the longest has.
         present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
         going_on = float(not group.last_in_epoch)  # the sum is the number of ranks that have more data
         counts = [going_on, *sums, *present, *signals]
         self._ahead = group, counts, self._all_ranks.start_sum(counts) if self._all_ranks.size > 1 else None
 
-    def _count(self, group: UpdateBatch) -> list[float]:
+    def _count(self, group: UpdateBatch, counts: Counts) -> list[float]:
         """Count each micro-batch; return the sums over all of them."""
-        counts, batches = self._counts, group.batches
+        batches = group.batches
         if group.filler:
             group.targets, group.samples = [0.0] * len(batches), [0] * len(batches)
             return [0.0, 0, 0, 0]
@@ -187,9 +196,9 @@ class Feed:
         sums = [sum(group.targets), sum(group.samples), tokens, positions]
         return sums if self._sends_counts else [0.0] * len(sums)
 
-    def _inspect(self, group: UpdateBatch) -> UpdateBatch:
+    def _inspect(self, group: UpdateBatch, hooks: FeedHooks) -> UpdateBatch:
         """Return the first group, in smaller micro-batches if `inspect` requests them."""
-        while (accumulation := self._counts.inspect(group)) is not None:
+        while (accumulation := hooks.inspect(group)) is not None:
             self._reopen(accumulation)
             group = next(self._groups)
         self._inspected = True

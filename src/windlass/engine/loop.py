@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import AFTER, beacon
 from windlass.engine.executor import Executor, StepHooks, StepResult
-from windlass.engine.feed import Feed
+from windlass.engine.feed import Feed, FeedHooks
 from windlass.metrics.ledger import FiniteWatch, Ledger
 
 logger = get_logger(__name__)
@@ -34,11 +34,10 @@ class Suspect:
     applied: bool  # it was applied, so its gradient norm counts, which is the same on all ranks
 
 
-class LoopHooks:
-    """What the owner of the loop does at its events."""
+class LoopHooks(FeedHooks):
+    """What is done at the events of the loop while it runs."""
 
     steps: StepHooks  # what an update calls
-    progress: RunProgress  # the state, which the loop moves, and the flags that callbacks set
 
     def epoch_begin(self) -> None:
         """Called when the run enters an epoch."""
@@ -79,9 +78,10 @@ class LoopHooks:
         """
         return False
 
-    def explain_nonfinite(self, suspect: Suspect) -> str:
-        """Describe the source of the non-finite values of an update on all ranks. Every rank calls it."""
-        return nonfinite_at(suspect.step, suspect.data.ids)
+
+def describe(suspect: Suspect) -> str:
+    """Describe what this rank knows of an update that is not finite."""
+    return nonfinite_at(suspect.step, suspect.data.ids)
 
 
 @dataclass(slots=True)
@@ -91,10 +91,12 @@ class LoopOptions:
     # Wait for each update's norm and refuse the update if it is not finite, instead of stopping the run
     guard: bool
     restart_epoch: bool = False  # a resumed run reads the epoch from its first sample again
+    # Describes the source of the non-finite values of an update, of any rank. Every rank calls it
+    explain: Callable[[Suspect], str] = describe
 
 
 class Loop:
-    """Runs updates until the state's `max_steps`, the last epoch, or a callback's stop.
+    """Runs updates until the `max_steps` of the state of `progress`, the last epoch, or a callback's stop.
 
     `state_dict` holds the progress between two updates. With the states of model, optimizer, schedule and ledger it
     is all that a run needs to continue with the same bits.
@@ -104,13 +106,13 @@ class Loop:
         self,
         executor: Executor,
         feed: Feed,
-        hooks: LoopHooks,
+        progress: RunProgress,
         ledger: Ledger,
         seed_step: StepSeeder,
         options: LoopOptions,
     ) -> None:
-        self._executor, self._feed, self._hooks = executor, feed, hooks
-        self._progress, self._state = hooks.progress, hooks.progress.state
+        self._executor, self._feed = executor, feed
+        self._progress, self._state = progress, progress.state
         self._ledger, self._seed_step, self._options = ledger, seed_step, options
         self._watch = FiniteWatch(ledger.device)
         self._beacon, self._clock = beacon(), run_clock()
@@ -123,20 +125,20 @@ class Loop:
         self._extra_epochs = 0
         self._updates_per_epoch: int | None = None
 
-    def run(self) -> None:
-        """Run until the end of training."""
+    def run(self, hooks: LoopHooks) -> None:
+        """Run until the end of training. `hooks` are those of this call, and not kept."""
         # Gradients left by a script's own backward or by an interrupted run would be added to the first update.
         self._executor.zero_grad()
         while not self._finished():
-            self._run_epoch()
+            self._run_epoch(hooks)
         self.check_finite()
         self._beacon.call(f"{AFTER}training")
 
-    def _run_epoch(self) -> None:
+    def _run_epoch(self, hooks: LoopHooks) -> None:
         if not self._epoch_open:
             self._epoch_open = True
             self._progress.control.should_epoch_stop = False  # which a callback set in the last one
-            self._hooks.epoch_begin()
+            hooks.epoch_begin()
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
         self._beacon.call("read data")
@@ -145,22 +147,22 @@ class Loop:
             while not (self._data_spent or self._leaves_epoch()):
                 self.waits_for_data = True
                 try:
-                    self._hooks.data_ahead()
-                    batch = self._feed.take(self._epoch)
+                    hooks.data_ahead()
+                    batch = self._feed.take(self._epoch, hooks)
                 finally:
                     self.waits_for_data = False
                 if batch is None:
                     break
-                self._update(batch)
+                self._update(batch, hooks)
         if self._updates_in_epoch == before == 0:
             self._progress.control.should_training_stop = True
             logger.warning("epoch %d has no data for an update: training stops", self._epoch)
-        self._close_epoch()
+        self._close_epoch(hooks)
 
     # True while nothing would be lost if the process exited.
     waits_for_data = False
 
-    def _close_epoch(self) -> None:
+    def _close_epoch(self, hooks: LoopHooks) -> None:
         if self._progress.control.should_epoch_stop:
             # A callback ended the epoch early: the rest of its data is skipped.
             self._position = {}
@@ -170,18 +172,18 @@ class Loop:
             self._data_spent = False
             self._epoch += 1
             self._updates_in_epoch = 0
-        self._hooks.epoch_end(complete)
+        hooks.epoch_end(complete)
 
-    def _update(self, batch: UpdateBatch) -> None:
+    def _update(self, batch: UpdateBatch, hooks: LoopHooks) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
-        state, hooks = self._state, self._hooks
+        state = self._state
         step = state.global_step
         if self._clock.kind != COMPUTE:  # the first one; the update before ended in it
             self._clock.enter(COMPUTE)
         self._beacon.call("forward and backward", step)
         self._seed_step(step)
         hooks.step_begin(step)
-        batch, result = self._compute(batch)
+        batch, result = self._compute(batch, hooks)
         state.global_step += 1
         self._updates_in_epoch += 1
         self._position, self._data_spent = batch.position, batch.last
@@ -191,27 +193,27 @@ class Loop:
         loss = self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         if self._executor.dispatch is not None:
             self._executor.dispatch()
-        rolled_back = self._rolled_back(batch, result, loss)
+        rolled_back = self._rolled_back(batch, result, loss, hooks)
         self._clock.update_ends(state.global_step, result.applied and not rolled_back)
         if rolled_back:
             return
         hooks.step_end(batch, result.applied)
 
-    def _compute(self, batch: UpdateBatch) -> tuple[UpdateBatch, StepResult]:
+    def _compute(self, batch: UpdateBatch, hooks: LoopHooks) -> tuple[UpdateBatch, StepResult]:
         """Compute the update; if memory runs out, retry with the same samples in smaller micro-batches."""
         options = self._options
         while True:
             try:
                 return batch, self._executor.run_step(
-                    batch, self._hooks.steps, max_norm=options.max_grad_norm, guard=options.guard
+                    batch, hooks.steps, max_norm=options.max_grad_norm, guard=options.guard
                 )
             except Exception as error:
-                if not self._hooks.too_large(error):
+                if not hooks.too_large(error):
                     step = self._state.global_step + 1
                     error.add_note(f"raised in the update of step {step}{_samples(batch.ids)}")
                     raise
             # Outside the handler, whose traceback keeps the memory of the failed attempt alive.
-            batch = self._feed.again(self._hooks.shrink())
+            batch = self._feed.again(hooks.shrink(), hooks)
             self._seed_step(self._state.global_step)
 
     # --- when to stop -----------------------------------------------------------------------------------------------
@@ -243,7 +245,9 @@ class Loop:
 
     # --- non-finite values ------------------------------------------------------------------------------------------
 
-    def _rolled_back(self, batch: UpdateBatch, result: StepResult, loss: Tensor | float) -> bool:
+    def _rolled_back(
+        self, batch: UpdateBatch, result: StepResult, loss: Tensor | float, hooks: LoopHooks
+    ) -> bool:
         """Check the update for non-finite values; return True if the run was rolled back because of them. `loss` is
         what the ledger added.
         """
@@ -254,7 +258,7 @@ class Loop:
             )
             return False
         if self._options.guard:
-            if result.applied or not self._hooks.update_refused(suspect, result):
+            if result.applied or not hooks.update_refused(suspect, result):
                 return False
             # The data continues after the refused update, so the undone updates need more data at the end.
             self._extra_epochs += 1
@@ -273,10 +277,8 @@ class Loop:
     def _raise(self, found: tuple[Suspect, float, float]) -> None:
         suspect, loss, norm = found
         # The norm is the same on all ranks, so all reach this line. Other ranks do not know the loss of one rank.
-        if suspect.applied and not math.isfinite(norm):
-            what = self._hooks.explain_nonfinite(suspect)
-        else:
-            what = nonfinite_at(suspect.step, suspect.data.ids)
+        explain = self._options.explain if suspect.applied and not math.isfinite(norm) else describe
+        what = explain(suspect)
         raise NonFiniteError(
             f"{what}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the last checkpoint "
             "with a lower learning rate, correct those samples, or set nonfinite_policy to 'skip' or 'rollback'"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ModelError
-from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.types import IGNORED, EvalLoopOutput, TrainOutput
+from windlass.dist import operations
 from windlass.finetuning.mean_figures import Extremes, MeanFigures, Sums, UpdateBorders
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.finetuning.tuning_config import TuningConfig
@@ -88,19 +88,6 @@ def _mean_tokens(summary: TextSummary | None) -> float | None:
     return None if summary is None or not rows else summary.tokens / rows
 
 
-class CardWriter(TrainerCallback):
-    """Writes the model's card when a checkpoint is saved. `write` does it, on the main process."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
-
-    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
-        try:
-            self._write()
-        except OSError as error:  # a full disk: training goes on
-            logger.warning("the model card could not be written: %s", error)
-
-
 logger = get_job_logger(__name__)
 
 
@@ -125,24 +112,30 @@ class FineTuner(Trainer):
         """Report the means `names` with the losses, and the `extremes`; save them with the run; write a card with each
         checkpoint; tag the model, and log which of its parameters are trained.
         """
-        accelerator = self.accelerator
+        accelerator, all_ranks = self.accelerator, self._session.all_ranks
         self._offload = ActivationOffload()
         self._figures = MeanFigures(
             (*names, *(("aux_loss",) if self._router_weight else ())),
             accelerator.device,
-            lambda sums: accelerator.reduce(sums, "sum"),
+            partial(operations.reduce, reduction="sum", gang=all_ranks),
             accelerator.process_index,
-            Extremes(extremes, accelerator.device, accelerator.gather),
+            Extremes(extremes, accelerator.device, partial(operations.gather, gang=all_ranks)),
             counts=self._session.counts_figures(self._engine.dist),
         )
         accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))
-        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:
             add_tags(list(self.TAGS))
         if is_peft_model(self.model):
             logger.info(describe_trained(self.model))
+
+    def _checkpoint_committed(self) -> None:
+        """Write the model's card, on the main process."""
+        try:
+            self.create_model_card()
+        except OSError as error:  # a full disk: training goes on
+            logger.warning("the model card could not be written: %s", error)
 
     def _count(
         self,

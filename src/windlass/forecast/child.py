@@ -14,6 +14,7 @@ import torch
 
 from windlass.core.errors import ConfigError, ModelError, Problem, WindlassError
 from windlass.core.job_signals import handled_later
+from windlass.core.threads import keep_inherited_garbage
 
 
 class Child:
@@ -60,6 +61,7 @@ def apart(work: Callable[[], Any]) -> Any:
 def _answer(work: Callable[[], Any], writer: int) -> None:
     """Write the result of `work`, and end the process, without what a process does at its end."""
     try:
+        keep_inherited_garbage()
         # The threads of OpenMP are not in a forked process, which would wait for them in its first parallel loop.
         torch.set_num_threads(1)
         answer = _answer_of(work)

@@ -44,6 +44,7 @@ from windlass.forecast.trace import Trace
 from windlass.metrics.predictions import key_of
 from windlass.metrics.tokens import rows
 from windlass.trainer.defaults import align_special_tokens
+from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.instead import RunRequest
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.losses import call_model
@@ -187,7 +188,6 @@ class Rehearsal:
         context = RunContext(
             services,
             self._plan,
-            request.hooks,
             built,
             request.new_files(built.executor.strategy),
             Interruption(services.session, self._plan.preemption),
@@ -195,11 +195,11 @@ class Rehearsal:
         _adopt_model(meter, model)
         for bucket in getattr(built.executor.strategy, "buckets", ()):
             meter.adopt(bucket, BUCKETS, "")
-        steps = FollowedSteps(context, meter)
+        steps = FollowedSteps(context, request.hooks, meter)
         chunks = few_chunks(meter, on_device=self._on_device, every=self._whole)
         with _on_fakes(mode):
             steps.begin(self._fakes(self.update.batches[0]), len(self.update.batches))
-        updates = self._fake(context), self._fake(context)
+        updates = self._fake(), self._fake()
         with (
             warnings.catch_warnings(action="ignore"),
             mode,
@@ -221,7 +221,7 @@ class Rehearsal:
         request = self._request
         if self._plan.dist.pipeline is None or request.services.session.all_ranks.over("pipeline").rank == 0:
             return {}
-        model, hooks = request.hooks.model, request.services.loss.hooks
+        model, hooks = request.hooks.model, request.hooks.loss
         found: dict[str, Tensor] = {}
 
         def looked_at(name: str) -> Callable[..., None]:
@@ -257,7 +257,7 @@ class Rehearsal:
     ) -> None:
         """Run a first update, which makes the optimizer's state, and a second one, which is counted."""
         plan, executor = self._plan, context.built.executor
-        model, loss = context.hooks.model, context.services.loss
+        model, loss = context.files.model, context.services.loss
         loss.normaliser.watchers = (*loss.normaliser.watchers, lambda _: meter.keep_all())
         marks = [
             parameter.register_post_accumulate_grad_hook(partial(_adopt_gradient, meter, name))  # type: ignore[no-untyped-call]
@@ -277,9 +277,9 @@ class Rehearsal:
         for mark in marks:
             mark.remove()
 
-    def _fake(self, context: RunContext) -> UpdateBatch:
-        real, policy = self.update, context.services.loss
-        targets = [policy.hooks.count_targets(batch) for batch in real.batches]
+    def _fake(self) -> UpdateBatch:
+        real = self.update
+        targets = [self._request.hooks.loss.count_targets(batch) for batch in real.batches]
         samples = [rows(batch) for batch in real.batches]
         batches = [self._fakes(batch) for batch in real.batches]
         return replace(
@@ -324,10 +324,10 @@ def _without_tf32(plan: RunPlan) -> RunPlan:
 class FollowedSteps(MicroSteps):
     """Micro-batches of a run, which name the stage of the update for a meter."""
 
-    def __init__(self, context: RunContext, meter: Meter) -> None:
-        super().__init__(context)
+    def __init__(self, context: RunContext, hooks: TrainHooks, meter: Meter) -> None:
+        super().__init__(context, hooks)
         self._meter, self._accumulated = meter, context.plan.batch.accumulation
-        self._model = context.hooks.model
+        self._model = context.files.model
         self.heard = ("on_pre_optimizer_step",)
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:

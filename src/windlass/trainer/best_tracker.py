@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.config.plan import SavePlan
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.events import TrainerState
 from windlass.core.metric_values import number_in
 from windlass.core.types import State
 from windlass.trainer.run_events import Events
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best checkpoint, with metric and step of its evaluation."""
+
+    checkpoint: str | None = None
+    metric: float | None = None
+    step: int | None = None
 
 
 class BestTracker:
@@ -29,8 +38,9 @@ class BestTracker:
         self._committed_evaluations: list[list[float]] = []
         # Step and metric of the last evaluation.
         self._last: tuple[int, float | None] = (-1, None)
-        # Metric and step of the evaluation of `best_model_checkpoint`.
-        self._saved: tuple[float | None, int | None] = (None, None)
+        self._saved = Best()
+        # Step of the last save that was begun and did not fail, or of the checkpoint that the run continues from.
+        self._saved_step = -1
 
     # --- evaluations ------------------------------------------------------------------------------------------------
 
@@ -46,6 +56,7 @@ class BestTracker:
         )
         if better:
             state.best_metric, state.best_global_step = value, state.global_step
+            self._find_saved()  # an epoch's last update may be saved before the epoch is evaluated
         return better
 
     def keeps_last(self) -> bool:
@@ -67,27 +78,33 @@ class BestTracker:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def begin_save(self) -> str | None:
+    def begin_save(self) -> Best:
         """Called before a checkpoint of the present step is saved. Return the best checkpoint so far, for `failed`."""
-        state = self._events.state
-        previous = state.best_model_checkpoint
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(self._folder_of(state.global_step))
+        previous, self._saved_step = self._saved, self._events.state.global_step
+        self._find_saved()
         return previous
 
-    def committed(self, as_saved: TrainerState) -> None:
-        """Called once the checkpoint of this state is committed."""
-        self._committed_evaluations = list(self.evaluations)
-        if as_saved.best_global_step == as_saved.global_step:
-            self._saved = as_saved.best_metric, as_saved.best_global_step
-
-    def failed(self, as_saved: TrainerState, previous: str | None) -> None:
-        """Called once the checkpoint of this state failed: the best is one of those that exist."""
+    def _find_saved(self) -> None:
+        """The best evaluation is that of the saved step: so is the best checkpoint."""
         state = self._events.state
-        if state.best_model_checkpoint == as_saved.best_model_checkpoint:
-            state.best_model_checkpoint = previous
-        if self._plan.load_best_at_end and state.best_global_step == as_saved.global_step:
-            state.best_metric, state.best_global_step = self._saved
+        if state.best_global_step == self._saved_step:
+            self._note(Best(str(self._folder_of(self._saved_step)), state.best_metric, self._saved_step))
+
+    def _note(self, best: Best) -> None:
+        self._saved, self._events.state.best_model_checkpoint = best, best.checkpoint
+
+    def committed(self) -> None:
+        """Called once a checkpoint is committed."""
+        self._committed_evaluations = list(self.evaluations)
+
+    def failed(self, step: int, previous: Best) -> None:
+        """Called once the checkpoint of this step failed: the best is one of those that exist."""
+        state = self._events.state
+        self._saved_step = -1
+        if self._saved.step == step:
+            self._note(previous)
+        if self._plan.load_best_at_end and state.best_global_step == step:
+            state.best_metric, state.best_global_step = self._saved.metric, self._saved.step
         self.evaluations = list(self._committed_evaluations)
 
     def checkpoints(self) -> list[Path]:
@@ -107,14 +124,14 @@ class BestTracker:
 
     def moved(self, folder: Path) -> None:
         """Set the folder of the best checkpoint."""
-        self._events.state.best_model_checkpoint = str(folder)
+        self._note(replace(self._saved, checkpoint=str(folder)))
 
     def resume(self, step: int, metric: Any) -> None:
         """Continue at a checkpoint whose step was evaluated with this metric (None: it was not)."""
         state = self._events.state
-        self._last = step, metric
-        known = state.best_model_checkpoint is not None
-        self._saved = (state.best_metric, state.best_global_step) if known else (None, None)
+        self._last, self._saved_step = (step, metric), step
+        best = state.best_model_checkpoint
+        self._saved = Best() if best is None else Best(best, state.best_metric, state.best_global_step)
 
 
 def find_metric(metrics: Mapping[str, float], name: str) -> float:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import NotebookProgressCallback, PrinterCallback, ProgressCallback
 from windlass.callbacks.report import ReportCallback
-from windlass.callbacks.samples_log import Samples, SamplesLog
+from windlass.callbacks.samples_log import SamplesLog
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
@@ -42,23 +40,6 @@ from windlass.transforms.quantization_aware import apply_qat as apply_qat
 publishing: Any = LazyModule("windlass.trainer.publishing")
 
 logger = get_logger(__name__)
-
-# The Trainers of this process that are still in memory, by their ids; how many of them, and how many bytes of weights,
-# may stay although they are not used.
-_MADE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_MOST, _MOST_BYTES = 16, 64 << 20
-
-
-def free_earlier(trainer: Any) -> None:
-    """Free the Trainers that nothing but their parts refers to. They and their parts refer to each other: a model that
-    is not used any more would stay on its device, and files open, until Python looks for such cycles. That takes a
-    tenth of a second, so a few small ones may stay.
-    """
-    _MADE[id(trainer)] = trainer
-    models = [getattr(one, "model", None) for one in _MADE.values() if one is not trainer]
-    held = sum(p.nbytes for model in models if isinstance(model, nn.Module) for p in model.parameters())
-    if held > _MOST_BYTES or len(models) > _MOST:
-        gc.collect()
 
 
 def checked_arguments(args: object) -> TrainingArguments:
@@ -188,12 +169,12 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     ]
 
 
-def last_callbacks(args: TrainingArguments, samples: Callable[[Any], Samples]) -> list[Any]:
-    """The callbacks that are called after a script's own: one keeps the first rows of the data, which `samples` returns
-    of the first batch, and one shows the progress.
+def last_callbacks(args: TrainingArguments) -> list[Any]:
+    """The callbacks that are called after a script's own: one keeps the first rows of the data, and one shows the
+    progress.
     """
     bar = NotebookProgressCallback if in_notebook() else ProgressCallback
-    return [SamplesLog(samples), PrinterCallback if args.disable_tqdm else bar]
+    return [SamplesLog, PrinterCallback if args.disable_tqdm else bar]
 
 
 def multiplied_parameters(model: nn.Module) -> int:

@@ -12,17 +12,15 @@ from windlass.checkpoint.background import Counters
 from windlass.core.errors import Preempted
 from windlass.core.logs import get_job_logger
 from windlass.core.run_clock import EVALUATION, SAVE, Moment, run_clock
-from windlass.core.types import State
 from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
 from windlass.engine.evaluate import closing_if_possible
-from windlass.engine.loop import Loop
 from windlass.engine.uneven_batches import EvaluationAbandoned, interruptible_batches
 from windlass.trainer.best_tracker import find_metric
+from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption, WaitBrokenOff
+from windlass.trainer.run import Run
 from windlass.trainer.run_checkpoints import RunCheckpoints
-from windlass.trainer.run_context import RunContext
-from windlass.trainer.run_reports import RunReports
 
 logger = get_job_logger(__name__)
 
@@ -89,35 +87,28 @@ class SignalExchange:
 class DueWork:
     """Does what control flags, the clock and signals request. All ranks make the same calls.
 
-    Its state is a part of checkpoints: if a run was ended in an evaluation, the resumed run evaluates first.
-
-    Attributes:
-        waits_for_data: an evaluation waits for its next batch.
+    Args:
+        run: the run whose work it is.
+        hooks: what logs, evaluates and saves.
+        signals: of all ranks.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        signals: SignalExchange,
-        checkpoints: RunCheckpoints,
-        reports: RunReports,
-        loop: Loop,
-    ) -> None:
+    def __init__(self, run: Run, hooks: TrainHooks, signals: SignalExchange) -> None:
+        context = run.context
         self._context, self._events, self._interruption = context, context.events, context.interruption
-        self._hooks, self._plan = context.hooks, context.plan
-        self._signals, self._checkpoints, self._reports, self._loop = signals, checkpoints, reports, loop
+        self._hooks, self._plan, self._signals = hooks, context.plan, signals
+        self._checkpoints, self._reports, self._loop = run.checkpoints, run.reports, run.loop
+        self._pending = run.pending
         self._beacon, self._clock = beacon(), run_clock()
         self._started = Moment()
         self._saved_step = 0
-        # True if an evaluation was abandoned; and if a save was due after it.
-        self._evaluation_left = self._save_left = False
-        self.waits_for_data = False
 
     def begin(self, started: Moment) -> None:
         """Begin training at this moment; first do the work that an earlier part of the run could not finish."""
         self._started = started
-        evaluation, save = self._evaluation_left, self._save_left
-        self._evaluation_left = self._save_left = False
+        pending = self._pending
+        evaluation, save = pending.left, pending.save_left
+        pending.left = pending.save_left = False
         if not evaluation:
             return
         control, has_data = self._events.control, self._hooks.has_evaluation_data
@@ -162,7 +153,7 @@ class DueWork:
         events = self._events
         metrics = self.evaluate_or_stop()
         if metrics is None:
-            self._evaluation_left, self._save_left = True, events.control.should_save
+            self._pending.left, self._pending.save_left = True, events.control.should_save
             events.control.should_evaluate = False  # as after every evaluation
             return
         save = self._plan.save
@@ -216,12 +207,12 @@ class DueWork:
         remaining, end = iter(batches), object()
         with closing_if_possible(remaining):
             while True:
-                self.waits_for_data = True
+                self._pending.waits_for_data = True
                 try:
                     self._interruption.check_wait()
                     batch = next(remaining, end)
                 finally:
-                    self.waits_for_data = False
+                    self._pending.waits_for_data = False
                 if batch is end:
                     return
                 yield batch
@@ -281,11 +272,3 @@ class DueWork:
         folder, step = self._checkpoints.newest, self._events.state.global_step
         logger.warning("exiting at step %d; the run can be resumed from %s", step, folder or "its beginning")
         raise Preempted(step, folder)
-
-    # --- in checkpoints ---------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> State:
-        return {"save": self._save_left} if self._evaluation_left else {}
-
-    def load_state_dict(self, state: State) -> None:
-        self._evaluation_left, self._save_left = bool(state), bool(state.get("save"))

@@ -28,7 +28,7 @@ from windlass.engine.executor import Executor
 from windlass.engine.uneven_batches import Placed, pad_uneven_batches
 from windlass.trainer.batch_faults import BatchFaults, Fed
 from windlass.trainer.batch_fitter import BatchFitter
-from windlass.trainer.loss_policy import LossPolicy
+from windlass.trainer.loss_policy import LossHooks, LossPolicy
 from windlass.trainer.run_events import Events
 from windlass.trainer.session import Session
 from windlass.transforms.strategy import Strategy
@@ -97,8 +97,10 @@ class Evaluator:
             stack.enter_context(strategy.generating())
             yield
 
-    def run(self, loader: Any, evaluation: Evaluation) -> EvalLoopOutput:
-        """Evaluate a loader's batches and join the results of all ranks. Collective."""
+    def run(self, loader: Any, evaluation: Evaluation, hooks: LossHooks) -> EvalLoopOutput:
+        """Evaluate a loader's batches and join the results of all ranks. Collective. The loss is measured with `hooks`
+        if no run has.
+        """
         self._events.show(eval_dataloader=loader)
         logger.info("***** Running %s *****", "Prediction" if evaluation.predicting else "Evaluation")
 
@@ -107,12 +109,14 @@ class Evaluator:
 
         try:
             return self._fitted(
-                loader, evaluation, batches, functools.partial(self._events.fire, "on_prediction_step")
+                loader, evaluation, hooks, batches, functools.partial(self._events.fire, "on_prediction_step")
             )
         finally:
             self._events.end_evaluation_displays()
 
-    def rehearse(self, loader: Any, evaluation: Evaluation, wanted: str) -> dict[str, float]:
+    def rehearse(
+        self, loader: Any, evaluation: Evaluation, hooks: LossHooks, wanted: str
+    ) -> dict[str, float]:
         """The metrics of the loader's first batch, unreported, for their names. Collective. `wanted` is the metric that
         counts as returned if `compute_metrics` fails on so few samples.
         """
@@ -122,25 +126,31 @@ class Evaluator:
         def first_batch() -> Iterable[Placed]:
             return itertools.islice(self._placed(loader, evaluation), 1)
 
-        return self._fitted(loader, evaluation, first_batch, lambda: None).metrics
+        return self._fitted(loader, evaluation, hooks, first_batch, lambda: None).metrics
 
     def _fitted(
         self,
         loader: Any,
         evaluation: Evaluation,
+        hooks: LossHooks,
         batches: Callable[[], Iterable[Placed]],
         on_batch: Callable[[], None],
     ) -> EvalLoopOutput:
         """Evaluate the batches of `loader`, which is resized if memory runs out."""
         return self._fitter.evaluate(
             loader,
-            lambda: self._evaluate(loader, batches(), evaluation, on_batch),
+            lambda: self._evaluate(loader, batches(), evaluation, hooks, on_batch),
             batch_metrics=evaluation.plan.batch_metrics,
             sharded=evaluation.strategy.sharded,
         )
 
     def _evaluate(
-        self, loader: Any, batches: Iterable[Placed], evaluation: Evaluation, on_batch: Callable[[], None]
+        self,
+        loader: Any,
+        batches: Iterable[Placed],
+        evaluation: Evaluation,
+        hooks: LossHooks,
+        on_batch: Callable[[], None],
     ) -> EvalLoopOutput:
         current = Fed("evaluation", None)
 
@@ -177,7 +187,7 @@ class Evaluator:
             if self._watch is not None:
                 batches = stack.enter_context(contextlib.closing(self._watch(batches)))
             return evaluation_loop(
-                noted(self._measured(batches, evaluation.label_names)),
+                noted(self._measured(batches, evaluation.label_names, hooks)),
                 replace(evaluation, predict=predict),
                 data_ranks=self._session.data_ranks,
                 reading_is_collective=isinstance(loader, DealtLoader) and loader.must_go_in_step,
@@ -198,14 +208,16 @@ class Evaluator:
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
         return pad_uneven_batches(unplaced, self._session.all_ranks) if evaluation.in_step else unplaced
 
-    def _measured(self, batches: Iterable[Placed], label_names: Sequence[str]) -> Iterator[Placed]:
+    def _measured(
+        self, batches: Iterable[Placed], label_names: Sequence[str], hooks: LossHooks
+    ) -> Iterator[Placed]:
         """The batches; the first is used to measure which labels are targets, if training has not. Collective."""
         remaining = iter(batches)
         with closing_if_possible(remaining):
             first = next(remaining, None)
             if not self._loss.measured:
                 labelled = first is not None and has_labels(first[1], label_names)
-                self._loss.measure_labels(first[1] if first is not None and labelled else None)
+                self._loss.measure_labels(first[1] if first is not None and labelled else None, hooks)
             if first is not None:
                 yield first
                 yield from remaining

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.core.run_clock import Moment
 from windlass.engine.evaluate import Evaluation
 from windlass.trainer.evaluator import Evaluator
-from windlass.trainer.loss_policy import LossHooks
+from windlass.trainer.loss_policy import LossHooks, LossSettings
+from windlass.trainer.model_writer import WrittenBeside
 from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows it
@@ -59,16 +61,22 @@ def replaced(instance: object, *names: str) -> frozenset[str]:
     )
 
 
-def loss_hooks(trainer: Trainer, owner: type) -> LossHooks:
-    """The hooks of a loss. `owner` is the class whose methods are the defaults."""
+def loss_hooks(trainer: Trainer) -> LossHooks:
+    """The methods that compute and count a loss."""
     return LossHooks(
-        model=trainer.model,
         compute_loss=trainer.compute_loss,
         training_step=trainer.training_step,
         count_targets=trainer.count_targets,
         prepare_inputs=trainer._prepare_inputs,
-        own_items=bool(overrides(trainer, owner, "_prepare_input")),
         autocast=trainer.autocast_smart_context_manager,
+    )
+
+
+def loss_settings(trainer: Trainer, owner: type) -> LossSettings:
+    """The settings of a loss. `owner` is the class whose methods are the defaults."""
+    return LossSettings(
+        model=trainer.model,
+        own_items=bool(overrides(trainer, owner, "_prepare_input")),
         function=trainer.compute_loss_func,
         default_loss=not overrides(trainer, owner, "compute_loss"),
         default_step=not overrides(trainer, owner, "training_step"),
@@ -92,9 +100,36 @@ def smoothing_of(args: TrainingArguments, model: nn.Module) -> float:
     return factor
 
 
+@dataclass(frozen=True, slots=True)
+class SavedByScript:
+    """What a script takes part in when its run is saved, for one save."""
+
+    beside: WrittenBeside
+    # Writes the model by the script's `_save`, from weights that were gathered if there are any; None: Windlass does
+    write_model: WriteModel | None
+    may_wait: bool  # none of its code needs the state of the run at that time, so it may be written in the background
+    committed: Callable[[], None]  # called once the checkpoint is committed, after `on_save`
+
+
+def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScript:
+    """What the script of this Trainer takes part in. `owner` is the class whose methods are the defaults."""
+
+    def write_model(folder: Path, gathered: Mapping[str, Any] | None) -> None:
+        # Overrides written without sharding in mind take only the folder.
+        if gathered is None:
+            trainer._save(str(folder))
+        else:
+            trainer._save(str(folder), state_dict=gathered)
+
+    own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model")
+    may_wait = not own and not trainer.callback_handler.listens_outside("on_save")
+    write = write_model if "_save" in own else None
+    return SavedByScript(beside, write, may_wait, trainer._checkpoint_committed)
+
+
 class TrainHooks:
     """The methods of a Trainer that a run calls, for one call of `train()`. What a script overrides, or assigns
-    meanwhile, is called.
+    meanwhile, is called. Nothing keeps them longer than that.
 
     Args:
         owner: the class whose methods are the defaults.
@@ -103,11 +138,11 @@ class TrainHooks:
 
     Attributes:
         model: the bare model.
+        loss: the methods that compute and count its loss.
         training_step: `training_step` on one micro-batch, with the target count that it gets or None.
         overridden: the replaced methods that change the plan.
         has_evaluation_data: there is an evaluation set, or a method of the script's own that may return one.
         rehearses: evaluation is Windlass's own, so that `rehearse` finds the names of its metrics.
-        writes_model: a script's `_save` writes the model.
         saves_own_way: a script's `_save` or `_save_checkpoint` takes part in saving.
     """
 
@@ -119,15 +154,14 @@ class TrainHooks:
         evaluator: Evaluator,
         evaluations: EvaluationPlan,
     ) -> None:
-        self._trainer, self._owner, self._ignore_keys = trainer, owner, ignore_keys
+        self._trainer, self._ignore_keys = trainer, ignore_keys
         self._evaluator, self._evaluations = evaluator, evaluations
-        self.model = trainer.model
+        self.model, self.loss = trainer.model, loss_hooks(trainer)
         self.training_step: TrainingStep = trainer.run_micro_step
         self.overridden = replaced(trainer, *WATCHED)
         own_evaluation = self.overridden & {"get_eval_dataloader", "evaluate"}
         self.has_evaluation_data = trainer.eval_dataset is not None or bool(own_evaluation)
         self.rehearses = not overrides(trainer, owner, "evaluate", "evaluation_loop")
-        self.writes_model = bool(overrides(trainer, owner, "_save"))
         self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
         # Overrides of older scripts take `(model, trial)`, and no time at which training began.
         self._trial = (None,) * (_required(trainer._save_checkpoint) - 1)
@@ -138,6 +172,9 @@ class TrainHooks:
 
     def data_facts(self) -> Mapping[str, Any]:
         return self._trainer.data_facts()
+
+    def data_samples(self, batch: Any) -> list[dict[str, Any]]:
+        return self._trainer.data_samples(batch)
 
     def create_optimizer(self, steps: int) -> tuple[torch.optim.Optimizer | None, Any]:
         """Return optimizer and scheduler for this number of updates."""
@@ -183,26 +220,14 @@ class TrainHooks:
             one = evaluation_of(
                 trainer, self._evaluations, strategy, None, prefix=prefix, loss_only=loss_only
             )
-            metrics.update(self._evaluator.rehearse(trainer.get_eval_dataloader(name), one, wanted))
+            loader = trainer.get_eval_dataloader(name)
+            metrics.update(self._evaluator.rehearse(loader, one, self.loss, wanted))
         return metrics
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
         self._trainer._save_checkpoint(self._trainer.model, *self._trial)
-
-    def may_save_in_background(self) -> bool:
-        """Return True if no code of the script takes part in saving and needs the state of the run at that time."""
-        own = overrides(self._trainer, self._owner, "_save_checkpoint", "_save", "save_model")
-        return not own and not self._trainer.callback_handler.listens_outside("on_save")
-
-    def write_model(self, folder: Path, gathered: Mapping[str, Any] | None) -> None:
-        """Write the model by the script's `_save`, from weights that were gathered if there are any."""
-        # Overrides written without sharding in mind take only the folder.
-        if gathered is None:
-            self._trainer._save(str(folder))
-        else:
-            self._trainer._save(str(folder), state_dict=gathered)
 
     def load_weights(self, folder: str) -> None:
         self._trainer._load_from_checkpoint(folder)

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from windlass.trainer import model_writer as model_writer
     from windlass.trainer import optimization as optimization
     from windlass.trainer import overview as overview
+    from windlass.trainer import plans as plans
     from windlass.trainer import preparation as preparation
     from windlass.trainer import publishing as publishing
     from windlass.trainer import reports as reports
     from windlass.trainer import run_folder as run_folder
+    from windlass.trainer import run_training as run_training
     from windlass.trainer import services as services
     from windlass.trainer import session as session
 else:

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -22,7 +23,7 @@ from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.losses import as_count, call_model, check_loss, loss_of, smoothed_loss, takes
-from windlass.trainer.script_loss import ScriptLoss, check_smoothing
+from windlass.trainer.script_loss import ScriptLoss
 from windlass.trainer.session import Session
 from windlass.trainer.without_logits import WithoutLogits
 from windlass.trainer.wrappers import accepts_count
@@ -34,17 +35,24 @@ _TF32_ROUNDING = 2e-3  # accelerators may compute float32 in TF32
 
 @dataclass(frozen=True, slots=True)
 class LossHooks:
-    """The methods of a Trainer that compute and count a loss, bound for one call of `train()` or `evaluate()`."""
+    """The methods of a Trainer that compute and count a loss, bound for one call of `train()` or `evaluate()`. They are
+    handed over and not kept: what lives as long as a Trainer does not refer to it.
+    """
 
-    model: nn.Module  # the bare model
-    # `compute_loss`, `training_step`, `count_targets`, `prepare_inputs`: its bound methods
     compute_loss: Callable[..., Any]
     training_step: Callable[..., Any]
     count_targets: Callable[[Any], float]
     prepare_inputs: Callable[[Any], Any]
-    own_items: bool  # `_prepare_input` is overridden, so it is called for each item of a batch
     # Returns the mixed-precision context of a forward
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """What a script and its arguments set for a loss, for one call of `train()` or `evaluate()`."""
+
+    model: nn.Module  # the bare model
+    own_items: bool  # `_prepare_input` is overridden, so it is called for each item of a batch
     function: Callable[..., Any] | None  # `compute_loss_func`
     # `default_loss`, `default_step`, `default_count`: `compute_loss`, `training_step`, `count_targets` are not
     # overridden
@@ -67,6 +75,11 @@ class LossHooks:
         return not self.default_loss or self.function is not None
 
     @property
+    def watched(self) -> bool:
+        """True if a script's code computes the loss, or passes it to backward."""
+        return self.of_script or not self.default_step
+
+    @property
     def counts_alone(self) -> bool:
         """True if nothing reads which labels are targets: the loss and the count are both overridden. A smoothed loss,
         which an override may call, reads it.
@@ -80,6 +93,7 @@ class LossPolicy:
     Attributes:
         counter: counts the targets of a batch, once it is known which labels are targets.
         normaliser: turns losses into shares of an update.
+        settings: of the present call.
         script: how a loss of the script is normalised.
         gets_count: the model's forward is given `num_items_in_batch`.
         kind: how the model's own loss adds up, once it is measured.
@@ -95,7 +109,7 @@ class LossPolicy:
     def __init__(self, session: Session, accelerator: Accelerator) -> None:
         self._device, self._data_ranks, self._accelerator = session.device, session.data_ranks, accelerator
         self._model_ranks = session.all_ranks.over("model")
-        self.script = ScriptLoss(self._data_ranks, self._shares)
+        self.script = ScriptLoss(self._data_ranks, accelerator.gradient_state)
         self.without_logits = WithoutLogits(self._device, self._data_ranks.sum)
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
@@ -112,11 +126,11 @@ class LossPolicy:
         self._saved: State = {}
         self.is_unreported = False
 
-    def adopt(self, hooks: LossHooks) -> None:
-        """Read the hooks' signatures, once for all steps. `compute_loss` may have only three arguments."""
-        self.hooks = hooks
-        watched = hooks.of_script or not hooks.default_step
-        self.normaliser.watchers = (self._look,) if watched else ()
+    def adopt(self, settings: LossSettings, hooks: LossHooks) -> None:
+        """Use these settings, and read the hooks' signatures, once for all steps. `compute_loss` may have only three
+        arguments.
+        """
+        self.settings = settings
         self.takes_count = takes(hooks.compute_loss, "num_items_in_batch")
         self.step_takes_count = takes(hooks.training_step, "num_items_in_batch")
 
@@ -125,12 +139,14 @@ class LossPolicy:
         self.gets_count = self._declared_count = gets_count
 
     def begin_run(self, saved: State | None = None) -> None:
-        """Measure the first batch again, except what an earlier part of the run has `saved` as its `facts`. Raises
-        ConfigError if the hooks leave no effect to `label_smoothing_factor`.
-        """
-        check_smoothing(self.hooks.smoothing, self.hooks.compute_loss, self.hooks.function)
+        """Measure the first batch again, except what an earlier part of the run has `saved` as its `facts`."""
+        self.normaliser.watchers = (self._look,) if self.settings.watched else ()
         self.measured, self._saved = False, saved or {}
         self.without_logits.used = False
+
+    def end_run(self) -> None:
+        """Look at no further losses: no script passes one to backward."""
+        self.normaliser.watchers = ()
 
     def facts(self) -> State:
         """The measured properties of the loss, for a checkpoint: a resumed run must use the same ones."""
@@ -154,7 +170,7 @@ class LossPolicy:
         """True if a training step uses the target count."""
         if not self.takes_count or not self.step_takes_count:
             return False
-        return not self.hooks.of_model or not self.hooks.default_step or self.gets_count
+        return not self.settings.of_model or not self.settings.default_step or self.gets_count
 
     # --- a micro-batch ----------------------------------------------------------------------------------------------
 
@@ -167,7 +183,7 @@ class LossPolicy:
         self.script.look(loss)
         if self.script.complete:
             self._use_as_it_is()
-        elif self.hooks.of_script and not self.normaliser.targets and self.script.read_count:
+        elif self.settings.of_script and not self.normaliser.targets and self.script.read_count:
             # Divided by a count of 1, it may still be a sum over positions that are not targets. A mean over the
             # targets is NaN, and adds nothing.
             self.normaliser.targets = 1.0
@@ -190,12 +206,12 @@ class LossPolicy:
         Raises:
             NoLossError: the model returned no loss.
         """
-        hooks, loss, outputs, labels = self.hooks, None, None, None
+        settings, loss, outputs, labels = self.settings, None, None, None
         if self.without_logits.used and function is None and not needs_outputs:
-            divisor = count if self.gets_count or hooks.smoothing else None
-            loss = self.without_logits.loss(model, inputs, divisor, hooks.smoothing)
+            divisor = count if self.gets_count or settings.smoothing else None
+            loss = self.without_logits.loss(model, inputs, divisor, settings.smoothing)
         if loss is None:
-            if (hooks.smoothing or function is not None) and "labels" in inputs:
+            if (settings.smoothing or function is not None) and "labels" in inputs:
                 inputs = dict(inputs)
                 labels = inputs.pop("labels")
             if self.gets_count and count is not None and labels is None:
@@ -204,12 +220,14 @@ class LossPolicy:
             if function is not None:
                 loss = function(outputs, labels, num_items_in_batch=count)
             elif labels is not None:
-                loss = smoothed_loss(outputs, labels, hooks.smoothing, self.counter.shifted, count)
+                loss = smoothed_loss(outputs, labels, settings.smoothing, self.counter.shifted, count)
             else:
                 loss = loss_of(outputs, inputs)
         # A function that is not declared multiplies by itself, and a model that does not read the count returns a mean.
-        divides = (self.gets_count or bool(hooks.smoothing)) and function is None and self.script.read_count
-        if hooks.declared or (divides and not (hooks.default_loss and hooks.default_step)):
+        divides = (
+            (self.gets_count or bool(settings.smoothing)) and function is None and self.script.read_count
+        )
+        if settings.declared or (divides and not (settings.default_loss and settings.default_step)):
             loss = self.multiplied(loss, count)
         return loss, outputs
 
@@ -221,86 +239,85 @@ class LossPolicy:
             return loss
         return loss * process_count(self._data_ranks.size)
 
-    def _shares(self) -> int:
-        micro_batches: int = self._accelerator.gradient_accumulation_steps
-        return micro_batches * self._data_ranks.size
-
     # --- measuring --------------------------------------------------------------------------------------------------
 
-    def measure(self, batch: Any, training: bool) -> None:
+    def measure(self, batch: Any, hooks: LossHooks, training: bool) -> None:
         """Measure, on the first batch, what the loss is a mean over; see `engine.probe`. Collective."""
         if self.measured:
             return
-        was_training = self.hooks.model.training
-        self.hooks.model.train(training)
+        model = self.settings.model
+        was_training = model.training
+        model.train(training)
         try:
-            self._measure(self.hooks.prepare_inputs(batch))
+            self._measure(hooks.prepare_inputs(batch), hooks)
         finally:
-            self.hooks.model.train(was_training)
+            model.train(was_training)
         self.measured = True
 
-    def measure_labels(self, batch: Any | None) -> None:
+    def measure_labels(self, batch: Any | None, hooks: LossHooks) -> None:
         """Measure, for an evaluation outside training, which labels are targets, and if the loss is a sum. A rank may
         have no batch. Collective.
         """
         probe = self._probe()
-        prepared = None if batch is None else self.hooks.prepare_inputs(batch)
-        self._measure_shift(probe, prepared)
-        if self.hooks.of_model:
-            self._adopt_kind(self._saved_kind() or self._split(probe, prepared).kind)
+        prepared = None if batch is None else hooks.prepare_inputs(batch)
+        self._measure_shift(probe, prepared, hooks)
+        if self.settings.of_model:
+            self._adopt_kind(self._saved_kind() or self._split(probe, prepared, hooks).kind)
 
     def _probe(self) -> Probe:
-        return Probe(self.hooks.model, self._device, self._data_ranks.sum)
+        return Probe(self.settings.model, self._device, self._data_ranks.sum)
 
-    def _model_loss(self, inputs: Any) -> Any:
+    def _model_loss(self, hooks: LossHooks, inputs: Any) -> Any:
         """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
         as in training; a model in a wrapper that does not accept it raises TypeError, and gets none from then on.
         """
         if self.gets_count and isinstance(inputs, Mapping) and not self.without_logits.used:
             count = as_count(self.counter(inputs) or 1.0, self._device)
             try:
-                return self._mean_loss({**inputs, "num_items_in_batch": count})
+                return self._mean_loss(hooks, {**inputs, "num_items_in_batch": count})
             except TypeError as error:
                 if "num_items_in_batch" not in str(error):
                     raise
             self.gets_count = False
-        return self._mean_loss(inputs)
+        return self._mean_loss(hooks, inputs)
 
-    def _mean_loss(self, inputs: Any) -> Any:
+    def _mean_loss(self, hooks: LossHooks, inputs: Any) -> Any:
         """The same without the count: the mean over no targets is NaN, whatever the model adds to it."""
-        with self.hooks.autocast():
-            loss = self.without_logits.loss(self.hooks.model, inputs, None, 0.0)
+        model = self.settings.model
+        with hooks.autocast():
+            loss = self.without_logits.loss(model, inputs, None, 0.0)
             if loss is not None:
                 return loss
-            return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
+            return check_loss(loss_of(call_model(model, inputs), inputs))
 
-    def _measure(self, prepared: Any) -> None:
-        declared, hooks, probe = self.hooks.declared, self.hooks, self._probe()
+    def _measure(self, prepared: Any, hooks: LossHooks) -> None:
+        settings, probe = self.settings, self._probe()
+        declared = settings.declared
         self.kind, self.gets_count = None, self._may_get_count() and self._saved.get("gets_count", True)
         with hooks.autocast():
-            self.without_logits.decide(hooks.model, prepared, self._makes_logits())
-        self._measure_shift(probe, prepared)
+            self.without_logits.decide(settings.model, prepared, self._makes_logits())
+        self._measure_shift(probe, prepared, hooks)
         self.normaliser.meaning = Meaning.MICRO_MEAN
-        if hooks.of_model and declared is None:
-            self._measure_kind(probe, prepared)
+        if settings.of_model and declared is None:
+            self._measure_kind(probe, prepared, hooks)
         self.script.begin(
             declared,
-            self._counting_functions(),
+            self._counting_functions(hooks),
             step=hooks.training_step if self.takes_count and self.step_takes_count else None,
-            watched=hooks.of_script or not hooks.default_step,
-            compiled=hooks.compiled or hasattr(hooks.model, "_orig_mod"),
+            watched=settings.watched,
+            compiled=settings.compiled or hasattr(settings.model, "_orig_mod"),
             earlier=self._saved.get("complete"),
         )
         if self.script.complete:
             self._use_as_it_is()
-        self._saved, self.is_unreported = {}, hooks.of_script and declared is None
+        self._saved, self.is_unreported = {}, settings.of_script and declared is None
 
     def _makes_logits(self) -> str | None:
         """Why this run makes logits, whatever its model is; None if it need not."""
-        hooks, saved = self.hooks, self._saved
-        if not hooks.lean:
+        settings, saved = self.settings, self._saved
+        if not settings.lean:
             return "lean_loss=False"
-        if hooks.of_script:
+        if settings.of_script:
             return "compute_loss or compute_loss_func computes it"
         if saved and not saved.get("without_logits", False):
             return "the run that is resumed makes logits"
@@ -309,53 +326,53 @@ class LossPolicy:
     def _use_as_it_is(self) -> None:
         """Raise ModelError if a script cannot know the number by which its loss is to be multiplied."""
         self.normaliser.meaning = Meaning.SCALED
-        if self._model_ranks.size > 1 and self.hooks.of_script and not self.asks_for_factor:
+        if self._model_ranks.size > 1 and self.settings.of_script and not self.asks_for_factor:
             raise ModelError(
                 "the loss of the script is multiplied by the number of processes, of which "
                 f"{self._model_ranks.size} compute the same samples together (cp_size, sp_size, tp_size, pp_size). "
                 "Return the mean over this batch, or LossTerms(sum, weight)"
             )
 
-    def _counting_functions(self) -> list[Callable[..., Any]]:
+    def _counting_functions(self, hooks: LossHooks) -> list[Callable[..., Any]]:
         """The functions of the script that compute its loss, if they get the count."""
-        hooks = self.hooks
-        if not (hooks.of_script and self.takes_count and self.step_takes_count):
+        settings = self.settings
+        if not (settings.of_script and self.takes_count and self.step_takes_count):
             return []
-        return [hooks.compute_loss] if hooks.function is None else [hooks.compute_loss, hooks.function]
+        return [hooks.compute_loss] if settings.function is None else [hooks.compute_loss, settings.function]
 
     def _may_get_count(self) -> bool:
         declared = self._declared_count
-        return accepts_count(self.hooks.model) if declared is None else declared
+        return accepts_count(self.settings.model) if declared is None else declared
 
-    def _measure_shift(self, probe: Probe, prepared: Any) -> None:
+    def _measure_shift(self, probe: Probe, prepared: Any, hooks: LossHooks) -> None:
         """Measure which labels are targets, from a count of the script's, or with the model's own loss, if it has one,
         also for a script's loss.
         """
-        if self.hooks.counts_alone:
+        if self.settings.counts_alone:
             return  # A forward with labels may need far more memory than the loss of the script.
         self.counter = unshifted = TargetCounter(self._label_names)
         saved = self._saved.get("shifted", self.without_logits.shifts)
         if saved is not None:
             self.counter = TargetCounter(self._label_names, shifted=saved)
             return
-        if not self.hooks.default_count and probe.counts_shifted(
-            prepared, unshifted, self.hooks.count_targets
-        ):
+        if not self.settings.default_count and probe.counts_shifted(prepared, unshifted, hooks.count_targets):
             self.counter = TargetCounter(self._label_names, shifted=True)
             return
         able = prepared is not None
-        if able and (self.gets_count or not self.hooks.of_model):
-            value = probe.value(prepared, self._model_loss)  # which shows if the model accepts the count
-            able = self.hooks.of_model or math.isfinite(value)
-        shifted = probe.shifts_labels(prepared if able else None, unshifted, self._mean_loss)
+        if able and (self.gets_count or not self.settings.of_model):
+            # Which shows if the model accepts the count.
+            value = probe.value(prepared, partial(self._model_loss, hooks))
+            able = self.settings.of_model or math.isfinite(value)
+        mean_loss = partial(self._mean_loss, hooks)
+        shifted = probe.shifts_labels(prepared if able else None, unshifted, mean_loss)
         self.counter = TargetCounter(self._label_names, shifted)
 
     # --- the model's own loss ---------------------------------------------------------------------------------------
 
-    def _measure_kind(self, probe: Probe, prepared: Any) -> None:
+    def _measure_kind(self, probe: Probe, prepared: Any, hooks: LossHooks) -> None:
         kind = self._saved_kind()
         if kind is None:
-            split = self._split(probe, prepared)
+            split = self._split(probe, prepared, hooks)
             self._say_split(split)
             kind = split.kind
         self._adopt_kind(kind)
@@ -365,8 +382,9 @@ class LossPolicy:
     def _saved_kind(self) -> Kind | None:
         return Kind.__members__.get(str(self._saved.get("over")))
 
-    def _split(self, probe: Probe, prepared: Any) -> Split:
-        return probe.splits(prepared, self._model_loss, self.counter, self._rounding)
+    def _split(self, probe: Probe, prepared: Any, hooks: LossHooks) -> Split:
+        loss, rounding = partial(self._model_loss, hooks), self._rounding(hooks)
+        return probe.splits(prepared, loss, self.counter, rounding)
 
     def _adopt_kind(self, kind: Kind) -> None:
         self.kind = kind
@@ -392,29 +410,28 @@ class LossPolicy:
                 split.kind.value,
             )
 
-    @property
-    def _rounding(self) -> float:
+    def _rounding(self, hooks: LossHooks) -> float:
         """The largest difference between two ways to compute the model's loss, by the types of weights and autocast."""
         kind = self._device.type
-        with self.hooks.autocast():
+        with hooks.autocast():
             if torch.is_autocast_enabled(kind):
                 return rounding_of(torch.get_autocast_dtype(kind))
         weights = next(
-            (p.dtype for p in self.hooks.model.parameters() if p.is_floating_point()), torch.float32
+            (p.dtype for p in self.settings.model.parameters() if p.is_floating_point()), torch.float32
         )
         computes_tf32 = weights is torch.float32 and kind != "cpu"
         return _TF32_ROUNDING if computes_tf32 else rounding_of(weights)
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
-    def report_script_loss(self) -> None:
+    def report_script_loss(self, hooks: LossHooks) -> None:
         """Log once, after the first update, that a script's loss is a mean over its micro-batch. Only then is it known
         that it does not return `LossTerms`.
         """
         self.is_unreported = False
-        if self.script.complete is not False or self._shares() == 1 or self._data_ranks.rank != 0:
+        if self.script.complete is not False or self.script.shares == 1 or self._data_ranks.rank != 0:
             return
-        if any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions()):
+        if any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions(hooks)):
             logger.info(
                 "the loss of each micro-batch is weighted by its share of the update's targets, and "
                 "`num_items_in_batch` is the count of the micro-batch"

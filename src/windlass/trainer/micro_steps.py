@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +14,7 @@ from windlass.core.types import LossTerms
 from windlass.data.update_batch import UpdateBatch
 from windlass.engine.executor import StepHooks
 from windlass.trainer.batch_faults import Fed
+from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.run_context import RunContext
 
 _TOLERANCE = 1e-3  # of one division, in bf16 too; the least ratio looked for is 1/2
@@ -22,32 +25,31 @@ class MicroSteps(StepHooks):
     normaliser and the executor of the run.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        self._events, self._hooks, self._schedule = context.events, context.hooks, context.built.schedule
+    def __init__(self, context: RunContext, hooks: TrainHooks) -> None:
+        self._events, self._hooks, self._schedule = context.events, hooks, context.built.schedule
         self._accelerator, self._loss = context.services.accelerator, context.services.loss
         self._faults = context.services.faults
         self._accumulation, self._normaliser = self._accelerator.gradient_state, self._loss.normaliser
-        self._executor, self._step = context.built.executor, context.hooks.training_step
-        self._run_step = self._step
-        self._needs_count = False
+        self._executor, self._step = context.built.executor, hooks.training_step
+        self._is_watched = self._needs_count = False
         self._check: DoubleNormalizationCheck | None = None
 
     def begin(self, batch: Any, accumulation: int) -> None:
         """Before the first update: measure the loss on its first batch, and warm up the model."""
-        self._loss.measure(batch, training=True)
+        self._loss.measure(batch, self._hooks.loss, training=True)
         self._needs_count = self._loss.needs_count
-        self._run_step = self._watched_step if self._loss.script.is_watched else self._step
+        self._is_watched = self._loss.script.is_watched
         self.check_division(accumulation)
         with self._accelerator.discarding():
             self._executor.warm_up(lambda: self._discarded(batch))
 
     def check_division(self, accumulation: int) -> None:
         """Check the next step of a script's own for a division by the number of micro-batches, if there are several."""
-        if accumulation > 1 and not self._loss.hooks.default_step:
+        if accumulation > 1 and not self._loss.settings.default_step:
             self._check = self._check or DoubleNormalizationCheck(accumulation)
 
     def _discarded(self, batch: Any) -> Tensor:
-        targets = self._loss.hooks.count_targets(batch)
+        targets = self._hooks.loss.count_targets(batch)
         update = UpdateBatch(
             [batch], [[]], 0, 0, False,
             targets=[targets], samples=[1], denominator=max(targets, 1.0), total_samples=1.0
@@ -62,10 +64,10 @@ class MicroSteps(StepHooks):
         accumulation.micro_batches, accumulation.sync_gradients = len(update.batches), normaliser.last
         count = self._loss.count(normaliser.denominator) if self._needs_count else None
         try:
-            if self._check is None:
-                self._run_step(batch, count)
+            if self._check is None and not self._is_watched:
+                self._step(batch, count)
             else:
-                self._checked_step(self._check, batch, count)
+                self._observed_step(batch, count)
         except Exception as error:
             self._faults.explain(error, Fed("training", batch, update.ids[index]))
             raise
@@ -77,16 +79,21 @@ class MicroSteps(StepHooks):
             )
         return normaliser.share
 
-    def _watched_step(self, batch: Any, count: Tensor | None) -> None:
-        with self._loss.script.watching():
+    def _observed_step(self, batch: Any, count: Tensor | None) -> None:
+        with contextlib.ExitStack() as stack:
+            if self._check is not None:
+                stack.enter_context(self._checking(self._check))
+            if self._is_watched:
+                stack.enter_context(self._loss.script.watching())
             self._step(batch, count)
 
-    def _checked_step(self, check: DoubleNormalizationCheck, batch: Any, count: Tensor | None) -> None:
+    @contextlib.contextmanager
+    def _checking(self, check: DoubleNormalizationCheck) -> Iterator[None]:
         watchers = self._normaliser.watchers
         self._normaliser.watchers = (check.given, *watchers)
         try:
             with self._hooks.noting_loss(check.returned):
-                self._run_step(batch, count)
+                yield
         finally:
             self._normaliser.watchers = watchers
         if check.is_decided():
@@ -96,7 +103,7 @@ class MicroSteps(StepHooks):
         normaliser = self._normaliser
         if normaliser.weight is None:
             if self._loss.is_unreported:
-                self._loss.report_script_loss()
+                self._loss.report_script_loss(self._hooks.loss)
             return None, normaliser.parts
         total = normaliser.total
         assert total is not None

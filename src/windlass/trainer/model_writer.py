@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,24 @@ from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenBeside:
+    """What is written beside the weights of a model."""
+
+    tokenizer: Any  # or a processor; None if there is none
+    arguments: Callable[[], Mapping[str, Any]]  # returns those of the run, as plain data
+
+    @property
+    def savable(self) -> Any:
+        """The tokenizer or processor; None if it cannot be saved."""
+        return self.tokenizer if hasattr(self.tokenizer, "save_pretrained") else None
+
+    def arguments_file(self) -> dict[str, bytes]:
+        """The arguments of the run, which `from_pretrained` does not read."""
+        arguments = json.dumps(self.arguments(), indent=2, sort_keys=True, default=str)
+        return {"training_args.json": f"{arguments}\n".encode()}
+
+
 class ModelWriter:
     """Writes a model so that `from_pretrained` reads it; only the adapter if nothing else is trained.
 
@@ -40,29 +59,14 @@ class ModelWriter:
 
     Args:
         strategy: None: one process holds the whole model.
-        tokenizer: returns the tokenizer or processor to save with the model, or None.
-        arguments: returns the run's arguments as plain data.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        strategy: Strategy | None,
-        tokenizer: Callable[[], Any],
-        arguments: Callable[[], Any],
-    ) -> None:
+    def __init__(self, model: nn.Module, strategy: Strategy | None) -> None:
         self.model, self.strategy = model, strategy or Alone(model)
-        self._tokenizer, self._arguments = tokenizer, arguments
         self.saved = SavedModel(model, self.strategy)
         self._layout = file_layout(bare(model))
         self._tokenizer_version: Any = None
         self._tokenizer_files: dict[str, bytes] = {}
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer or processor; None if it cannot be saved."""
-        tokenizer = self._tokenizer()
-        return tokenizer if hasattr(tokenizer, "save_pretrained") else None
 
     @property
     def adapter(self) -> Adapter | None:
@@ -85,18 +89,18 @@ class ModelWriter:
         """What is written of the tensors that `named` returned: under other names in files, if the model has such."""
         return tensors if self._layout is None or self.adapter is not None else self._layout.convert(tensors)
 
-    def write(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
+    def write(self, folder: Path, state: Mapping[str, Any] | None, beside: WrittenBeside) -> None:
         """Write all files into a folder, with the weights of `state` (empty: none) or the model's own."""
         folder.mkdir(parents=True, exist_ok=True)
-        small = self._arguments_file()
+        small = beside.arguments_file()
         if self.saves_own_way and state != {}:
             model: Any = bare(self.model)
             model.save_pretrained(str(folder), state_dict=None if state is None else dict(state))
         else:
             self._write_weights(folder, state)
             small |= self._configurations(folder)
-        if self.tokenizer is not None:
-            small |= _saved_by(self.tokenizer, folder)
+        if beside.savable is not None:
+            small |= _saved_by(beside.savable, folder)
         for name, content in small.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,12 +121,7 @@ class ModelWriter:
             return _written(adapter.save_config, target)  # the base model was published with its own
         return _written(partial(write_configurations, model), target) if has_configurations(model) else {}
 
-    def _arguments_file(self) -> dict[str, bytes]:
-        """The arguments of the run, which `from_pretrained` does not read."""
-        arguments = json.dumps(self._arguments(), indent=2, sort_keys=True, default=str)
-        return {"training_args.json": f"{arguments}\n".encode()}
-
-    def small_files(self, target: Path) -> dict[str, bytes]:
+    def small_files(self, target: Path, beside: WrittenBeside) -> dict[str, bytes]:
         """Contents of all files but the weights, by relative name.
 
         Args:
@@ -131,7 +130,7 @@ class ModelWriter:
         A tokenizer may need a second, and no other thread may use it meanwhile: it is written here, not in the
         background, and only if it has changed.
         """
-        tokenizer, small = self.tokenizer, self._arguments_file() | self._configurations(target)
+        tokenizer, small = beside.savable, beside.arguments_file() | self._configurations(target)
         if tokenizer is None:
             return small
         version = _version_of(tokenizer)

@@ -35,7 +35,7 @@ class PredictedPeak:
         context, on_device = self._context, self._context.session.device.type != "cpu"
         mesh = context.all_ranks.mesh
         self._found = find_prediction(
-            key_of(context.hooks.model, context.plan, mesh, batch, on_device=on_device)
+            key_of(context.files.model, context.plan, mesh, batch, on_device=on_device)
         )
 
     def measured(self, updates: int) -> dict[str, int] | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +39,8 @@ from windlass.trainer.batch_fitter import MemoryNote
 from windlass.trainer.column_checks import check_columns, given_datasets
 from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
-from windlass.trainer.defaults import align_special_tokens, free_earlier, warn_of_spare_devices
-from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
+from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
+from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, loss_settings, replaced
 from windlass.trainer.instead import RunRequest
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.loading import group_source
@@ -53,6 +56,7 @@ from windlass.trainer.resuming import (
 from windlass.trainer.run import Run
 from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_folder import RunFolder
+from windlass.trainer.script_loss import check_smoothing
 from windlass.trainer.services import Services
 from windlass.trainer.session import together
 from windlass.transforms.strategy import Strategy
@@ -73,6 +77,7 @@ _NAMES: dict[Axis, str] = {
     "pipeline": "pp",
 }
 _OF_SAMPLES = ("dp", "dp_shard")
+_COMPILER = "torch._dynamo"
 
 
 def layout_of(mesh: Mesh) -> AxisLayout:
@@ -121,18 +126,20 @@ def begin_call(
     args, session = trainer.args, services.session
     if not args.skip_memory_metrics:
         session.memory.begin(stage, within=trainer.is_in_train)
-    services.loss.adopt(loss_hooks(trainer, owner))
+    services.engine.take_model(trainer.model)
+    settings, bound = loss_settings(trainer, owner), loss_hooks(trainer)
+    services.loss.adopt(settings, bound)
     if stage == "train":
-        free_earlier(trainer)
+        check_smoothing(settings.smoothing, bound.compute_loss, settings.function)
     if not trainer.is_in_train:  # an evaluation within training was compared with the run, and has its plan
         overridden = replaced(trainer, *WATCHED)
         check_call_alike(trainer, session.all_ranks, call, overridden, resume)
-        hooks, names = services.loss.hooks, trainer.label_names
-        services.faults.begin(trainer.model, names, hooks.of_script, trainer.train_dataset)
-        if stage == "train" and hooks.default_step and not hooks.of_script:
+        names = trainer.label_names
+        services.faults.begin(trainer.model, names, settings.of_script, trainer.train_dataset)
+        if stage == "train" and settings.default_step and not settings.of_script:
             sets = given_datasets(trainer.train_dataset, trainer.eval_dataset, overridden)
             check_columns(sets, trainer.data_collator, trainer.model, names)
-        services.plans.begin(args, trainer.optimizer)
+        services.plans.begin(trainer.optimizer)
     note = MemoryNote(
         args.per_device_train_batch_size, args.gradient_accumulation_steps, args.per_device_eval_batch_size,
         None, None
@@ -173,13 +180,14 @@ def prepare_run(
         created = hooks.create_optimizer(steps)
         return created
 
-    built = build(hooks.model, create, plan, session.device, session.loss_ranks, request.optimizer)
+    with _freeing_frames_of_imports():
+        built = build(hooks.model, create, plan, session.device, session.loss_ranks, request.optimizer)
     try:
         files = request.new_files(built.executor.strategy)
         _check_built(built, plan, hooks, folder.disks, files, session.all_ranks)
-        context = RunContext(services, plan, hooks, built, files, interruption)
-        record = RunRecord(folder.path, args, hooks.data_facts, session.world.is_main, opener.needs)
-        run = Run(context, source, opener, record, getattr(tokenizer, "pad_token_id", None))
+        context = RunContext(services, plan, built, files, interruption)
+        record = RunRecord(folder.path, args, session.world.is_main, opener.needs)
+        run = Run(context, source, opener, record)
     except BaseException:
         built.executor.release()
         raise
@@ -193,6 +201,17 @@ def prepare_run(
     if checkpoint is not None and not isinstance(checkpoint, ForeignCheckpoint) and session.world.is_main:
         warn_of_changed_arguments(checkpoint, args.to_dict())
     return run, files, checkpoint, place
+
+
+@contextlib.contextmanager
+def _freeing_frames_of_imports() -> Iterator[None]:
+    """PyTorch imports its compiler when the first optimizer of a process is made. A function that runs in that import
+    keeps its frame in a cycle, and so the frames of all callers, with the model: they are freed after the body.
+    """
+    known = _COMPILER in sys.modules
+    yield
+    if not known and _COMPILER in sys.modules:
+        gc.collect()
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

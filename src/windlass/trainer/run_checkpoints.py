@@ -27,10 +27,10 @@ from windlass.checkpoint.weights import weights_bytes
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger, showing_place
-from windlass.core.run_clock import SAVE, run_clock
+from windlass.core.run_clock import CALLBACKS, SAVE, run_clock
 from windlass.core.threads import THREADS
-from windlass.trainer.best_tracker import BestTracker
-from windlass.trainer.hooks import WriteModel
+from windlass.trainer.best_tracker import Best, BestTracker
+from windlass.trainer.hooks import SavedByScript, WriteModel
 from windlass.trainer.resuming import CheckpointSource
 from windlass.trainer.run_context import RunContext
 
@@ -99,17 +99,17 @@ class RunCheckpoints:
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def save(self, described: Mapping[str, Any]) -> None:
+    def save(self, described: Mapping[str, Any], script: SavedByScript) -> None:
         """Save the run. Training continues while the checkpoint is written; `on_save` is called once it is committed.
         Collective. `described` are further entries of the manifest.
         """
         self.finish()
         state, best = self._events.state, self.best
         step, previous_best = state.global_step, best.begin_save()
-        content = self._content_on_all_ranks(step)
+        content = self._content_on_all_ranks(step, script)
         as_saved = copy.copy(state)
         as_saved.log_history = list(state.log_history)
-        ended = partial(self._ended, as_saved, previous_best)
+        ended = partial(self._ended, as_saved, previous_best, script.committed)
         if content is None:
             ended(None)
             return
@@ -127,13 +127,13 @@ class RunCheckpoints:
         self._set_clock()
         # A script's own way to save reads the live model.
         may_wait = self._plan.background and self._all_ranks.vote(
-            self._context.hooks.may_save_in_background() and content.write_model is None
+            script.may_wait and content.write_model is None
         )
         self.saver.save(
             step, content, meta=meta, background=may_wait, ended=ended, protected=best.checkpoints()
         )
 
-    def _content_on_all_ranks(self, step: int) -> Content | None:
+    def _content_on_all_ranks(self, step: int, script: SavedByScript) -> Content | None:
         """This rank's content of a checkpoint; None if a disk that it needs was full. Collective: if a rank has
         something that cannot be saved, all ranks raise CheckpointError.
         """
@@ -143,7 +143,7 @@ class RunCheckpoints:
         try:
             if manager.store.is_writer:
                 self._folder.confirm()
-            content = self._content(manager.store).encoded()
+            content = self._content(manager.store, script).encoded()
         except BaseException as raised:
             error = raised
         # Small files are first written into the system's temporary folder, which may be full.
@@ -162,10 +162,12 @@ class RunCheckpoints:
             return None
         return content
 
-    def _ended(self, as_saved: TrainerState, previous_best: str | None, folder: Path | None) -> None:
+    def _ended(
+        self, as_saved: TrainerState, previous_best: Best, committed: Callable[[], None], folder: Path | None
+    ) -> None:
         """Called once a save commits, or with a folder of None once it fails."""
         if folder is None:
-            self.best.failed(as_saved, previous_best)
+            self.best.failed(as_saved.global_step, previous_best)
             self._retry.failed(as_saved.global_step, str(self.saver.manager.last_failure), self.newest)
             self._set_clock()
             return
@@ -173,10 +175,12 @@ class RunCheckpoints:
         self.history.saved(folder)
         self._retry.succeeded()
         self._set_clock()
-        self.best.committed(as_saved)
+        self.best.committed()
         asked = self._events.control.should_save
         self._events.fire("on_save", as_saved)
         self._events.control.should_save |= asked  # a request made since then is for another save
+        with run_clock().within(CALLBACKS):
+            committed()
 
     def finish(self) -> None:
         """Wait until the save under way, if there is one, is committed or has failed. Collective."""
@@ -221,7 +225,7 @@ class RunCheckpoints:
 
     # --- what is saved ----------------------------------------------------------------------------------------------
 
-    def _content(self, store: Store) -> Content:
+    def _content(self, store: Store, script: SavedByScript) -> Content:
         """This rank's content of a checkpoint of the present step, with the live tensors; the writer rank of the folder
         has what is saved once. Collective.
         """
@@ -248,15 +252,14 @@ class RunCheckpoints:
         if model.adapter is not None:
             shared[BASE_STATE] = model.adapter.base_state(model.fingerprint, model.state)
         own = replace(own, shared=shared, history=history)
-        return self._with_model(own, model, store.path_for(self._events.state.global_step))
+        return self._with_model(own, model, script, store.path_for(self._events.state.global_step))
 
-    def _with_model(self, own: Content, model: ModelState, target: Path) -> Content:
+    def _with_model(self, own: Content, model: ModelState, script: SavedByScript, target: Path) -> Content:
         """Add the weights that are not saved in parts, and the small files of the model."""
-        files, hooks = self._context.files, self._context.hooks
-        write: WriteModel | None = hooks.write_model if hooks.writes_model else None
+        files, write = self._context.files, script.write_model
         weights = {} if model.in_parts else model.state
         if write is None and files.saves_own_way and not model.in_parts:
-            write = files.write
+            write = partial(files.write, beside=script.beside)
         if write is not None:
             gathered = weights if model.in_parts or model.gathered else None
             write_model = partial(_write_for, write, target, gathered)
@@ -266,7 +269,7 @@ class RunCheckpoints:
             own,
             weights={name: tensors} if tensors else {},
             layout=files.layout,
-            files=files.small_files(target),
+            files=files.small_files(target, script.beside),
         )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from windlass.assemble.build import Built
 from windlass.config.plan import RunPlan
 from windlass.dist.gang import Gang
-from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.run_events import Events
@@ -17,11 +16,12 @@ from windlass.trainer.session import Session
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all parts of one call of `train()` share. Nothing of it is replaced before the call ends."""
+    """What all parts of one call of `train()` share. Nothing of it is replaced before the call ends, and nothing of it
+    refers to the Trainer, which keeps its last run.
+    """
 
     services: Services  # the objects that live as long as the Trainer
     plan: RunPlan  # what the run does
-    hooks: TrainHooks  # the methods of the Trainer that it calls
     built: Built  # its executor and its schedule
     files: ModelWriter  # the writer of its model
     interruption: Interruption  # the requests to end it early

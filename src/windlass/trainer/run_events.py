@@ -14,14 +14,14 @@ from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.report import ReportCallback
-from windlass.callbacks.samples_log import SamplesLog
+from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.weight_averaging import SWACallback
-from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
 from windlass.core.events import CONTROL_FLAGS, RunProgress, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.run_clock import CALLBACKS, EXCHANGE, run_clock
 from windlass.core.types import State
+from windlass.trainer.plans import Plans
 from windlass.trainer.session import Session
 
 logger = get_logger(__name__)
@@ -39,17 +39,15 @@ _OF_THIS_RUN = (
 
 
 class Events(RunProgress):
-    """Owns the state, control flags and callbacks of a Trainer, and fires all events. `args` returns the arguments that
-    callbacks get, which a script may replace at any time.
+    """Owns the state, control flags and callbacks of a Trainer, and fires all events. Callbacks get the arguments of
+    `plans`, which a script may replace at any time.
 
     Attributes:
         flags_may_differ: callbacks of a script's own may set flags on one rank alone.
     """
 
-    def __init__(
-        self, args: Callable[[], TrainingArguments], session: Session, handler: CallbackHandler
-    ) -> None:
-        self._args, self._all_ranks, self._world = args, session.all_ranks, session.world
+    def __init__(self, plans: Plans, session: Session, handler: CallbackHandler) -> None:
+        self._plans, self._all_ranks, self._world = plans, session.all_ranks, session.world
         self.handler, self._clock = handler, run_clock()
         self.flags_may_differ = False
         self.begin_run()
@@ -79,7 +77,7 @@ class Events(RunProgress):
         before = self._clock.enter(CALLBACKS)
         try:
             self.control = self.handler.fire(
-                event, self._args(), state or self.state, self.control, **payload
+                event, self._plans.args, state or self.state, self.control, **payload
             )
         finally:
             self._clock.enter(before)
@@ -143,10 +141,10 @@ class Events(RunProgress):
         for answers in self.handler.of_kind(AnswersLog):
             answers.roll_back(self.state)
 
-    def first_batch(self, batch: Any) -> None:
-        """Show the first batch of a call of `train()` to what keeps its rows."""
+    def first_batch(self, batch: Any, samples: Callable[[Any], Samples]) -> None:
+        """Show the first batch of a call of `train()` to what keeps its rows, which `samples` returns."""
         for callback in self.handler.of_kind(SamplesLog):
-            callback.first_batch(batch)
+            callback.first_batch(batch, samples)
 
     def prepare_displays(self) -> None:
         """Show that a run is being prepared: no event is fired yet."""
@@ -161,7 +159,7 @@ class Events(RunProgress):
     def write_reports(self) -> None:
         """Write the reports of a run that ends with an exception, which fires no `on_train_end`."""
         for callback in self.handler.of_kind(ReportCallback):
-            callback.write(self._args(), self.state)
+            callback.write(self._plans.args, self.state)
 
     def end_evaluation_displays(self) -> None:
         """Remove the bars of an evaluation: one that fails, or that a script runs by itself, fires no `on_evaluate`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -110,13 +110,15 @@ class RunReports:
         positions = self._state.total_flos / each if each else 0.0
         return RunCounts(self._samples, self._state.num_input_tokens_seen, positions)
 
-    def begin(self, saved: Any) -> None:
-        """Continue the counts `saved` of a checkpoint; without them, count from the present step on."""
+    def begin(self, saved: Any, data: Callable[[], Mapping[str, Any]]) -> None:
+        """Continue the counts `saved` of a checkpoint; without them, count from the present step on. `data` returns
+        what the record shows of the data.
+        """
         step = self._state.global_step
         self.counts = dict(saved) if has_counts(saved) else {**self.counts, "from_step": step}
         self.began = time.monotonic()
         self._rates.begin(self._run_counts())
-        self._record.begin(step, self._state.max_steps, self.counts)
+        self._record.begin(step, self._state.max_steps, self.counts, data)
 
     def loss_decided(self, facts: Mapping[str, Any]) -> None:
         """Record how the loss is computed, which was measured by forwards that are not counted."""

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.process_count import CountUse, watched_process_count
@@ -46,7 +47,7 @@ class ScriptLoss:
     """Decides if a loss is complete, and which count it gets.
 
     Args:
-        shares: returns the number of micro-batches of an update over all processes.
+        accumulation: has the number of micro-batches of an update.
 
     Attributes:
         complete: the loss is divided by the count of the whole update and multiplied by the number of processes. False:
@@ -54,9 +55,14 @@ class ScriptLoss:
             decides.
     """
 
-    def __init__(self, data_ranks: Gang, shares: Callable[[], int]) -> None:
-        self._data_ranks, self._shares = data_ranks, shares
+    def __init__(self, data_ranks: Gang, accumulation: AccumulationState) -> None:
+        self._data_ranks, self._accumulation = data_ranks, accumulation
         self.begin(None, [])
+
+    @property
+    def shares(self) -> int:
+        """Micro-batches of an update, over all processes."""
+        return self._accumulation.num_steps * self._data_ranks.size
 
     def begin(
         self,
@@ -114,7 +120,7 @@ class ScriptLoss:
 
     def watching(self) -> AbstractContextManager[None]:
         """Context of a call, in which uses of the number of processes are noted."""
-        self._use = CountUse() if self._shares() > 1 else None
+        self._use = CountUse() if self.shares > 1 else None
         return contextlib.nullcontext() if self._use is None else watched_process_count(self._use)
 
     def look(self, loss: Tensor | LossTerms) -> None:

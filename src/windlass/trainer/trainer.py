@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from windlass.core.logs import set_verbosity
 from windlass.core.run_clock import Moment, run_clock
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
+from windlass.core.world import world_from_environment
 from windlass.trainer.lazy_modules import (
     batch_rows,
     card,
@@ -33,10 +35,12 @@ from windlass.trainer.lazy_modules import (
     model_writer,
     optimization,
     overview,
+    plans,
     preparation,
     publishing,
     reports,
     run_folder,
+    run_training,
     services,
     session,
 )
@@ -59,7 +63,8 @@ if TYPE_CHECKING:
     from windlass.search.search import ChosenTrial, TrialWatch
     from windlass.trainer.instead import RunRequest
     from windlass.trainer.interruption import Interruption
-    from windlass.trainer.model_writer import ModelWriter
+    from windlass.trainer.model_writer import ModelWriter, WrittenBeside
+    from windlass.trainer.plans import Plans
     from windlass.trainer.run import Run
     from windlass.trainer.run_folder import RunFolder
     from windlass.transforms.strategy import Strategy
@@ -132,7 +137,6 @@ class Trainer:
         defaults.seed_all(self.args)
         set_verbosity(self.args.get_process_log_level())
         self._session = session.Session.open(self.args)
-        self._plans = services.Plans(self._session.world)
         self.create_accelerator_and_postprocess()
         self.model_init, self.is_in_train = model_init, False
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
@@ -161,11 +165,11 @@ class Trainer:
             self.lr_scheduler,
         )
         self._services = services.Services.open(
-            self._session, self._plans, self.accelerator, self._engine, lambda: self.args, callback_handler
+            self._session, self._plans, self.accelerator, self._engine, callback_handler
         )
         self._services.loss.take_model(self.model, self.label_names)
-        self._services.loss.adopt(hooks.loss_hooks(self, Trainer))
-        for last in defaults.last_callbacks(self.args, lambda batch: self.data_samples(batch)):
+        self._services.loss.adopt(hooks.loss_settings(self, Trainer), hooks.loss_hooks(self))
+        for last in defaults.last_callbacks(self.args):
             self.add_callback(last)
         self._session.memory.end("init")
         self._services.events.fire("on_init_end")
@@ -204,12 +208,7 @@ class Trainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make `self.accelerator`: device, ranks and precision."""
-        self._engine, self.accelerator = services.open_accelerator(
-            self._session,
-            self._plans,
-            lambda: self.args,
-            lambda: (self.model, self.model_wrapped, self.optimizer, self.lr_scheduler),
-        )
+        self._engine, self.accelerator = services.open_accelerator(self._session, self._plans)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which gets `trial`, that of a search or None, if it takes an argument."""
@@ -220,12 +219,12 @@ class Trainer:
         return model
 
     def _take_model(self, model: nn.Module) -> None:
-        defaults.free_earlier(self)  # before this model is on the device
         # No device need hold all layers of a pipeline.
         if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
             defaults.place_model(model, self._session.device)
         defaults.apply_qat(model, self.args.qat)  # evaluations before training round as well
         self.model = self.model_wrapped = model
+        self._engine.take_model(model)
         self._writer = self._new_writer(None)
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None) is not None and not self.args.use_cache:
@@ -239,14 +238,16 @@ class Trainer:
         return model_writer.ModelWriter(
             self.model,
             strategy or services.spread_untrained(self.model, self._engine, self._session, self.accelerator),
-            lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
-            lambda: self.args.to_dict(),
         )
+
+    def _written_beside(self) -> WrittenBeside:
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return model_writer.WrittenBeside(tokenizer, self.args.to_dict)
 
     @property
     def _plan(self) -> CallPlan:
         """The plan of the present call, or of the present arguments outside a call."""
-        return self._plans.of(self.args)
+        return self._plans.present
 
     @property
     def _model_writer(self) -> ModelWriter:
@@ -255,6 +256,20 @@ class Trainer:
         return self._writer
 
     # --- what a run and its objects know ------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _plans(self) -> Plans:
+        """Made at the first use: a subclass may assign `args` before it calls this class's constructor."""
+        return plans.Plans(world_from_environment())
+
+    @property
+    def args(self) -> TrainingArguments:
+        """The configuration."""
+        return self._plans.args
+
+    @args.setter
+    def args(self, value: TrainingArguments) -> None:
+        self._plans.args = value
 
     @property
     def state(self) -> TrainerState:
@@ -363,7 +378,7 @@ class Trainer:
     @property
     def label_smoother(self) -> LabelSmoother | None:
         """The smoothed loss that takes the place of the model's own; None without `label_smoothing_factor`."""
-        factor = self._services.loss.hooks.smoothing
+        factor = self._services.loss.settings.smoothing
         return LabelSmoother(factor) if factor else None
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -422,8 +437,7 @@ class Trainer:
         finally:
             self.is_in_train, self.model_wrapped = False, self.model
             self._folder.release(None if self._run is None else self._run.checkpoints.saver)
-            self._engine.detach()
-            self._services.events.close_displays()
+            self._services.end_run()
             if self._run is not None:
                 self._run.release()
             if timed:
@@ -440,11 +454,13 @@ class Trainer:
     def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
         assert self._folder is not None
         publishing.opened(self.callback_handler, self._services.session.all_ranks)
+        request = self._request(ignore_keys)
         self._run, self._writer, checkpoint, place = preparation.prepare_run(
-            self._request(ignore_keys), signals, self._folder, resume
+            request, signals, self._folder, resume
         )
         self.model_wrapped = self._run.executor.model
-        return self._run.execute(checkpoint, place)
+        pad_token = getattr(request.tokenizer, "pad_token_id", None)
+        return run_training.RunTraining(self._run, request.hooks, pad_token).execute(checkpoint, place)
 
     def run_micro_step(self, batch: Any, count: Tensor | None) -> None:
         """Call `training_step` for one micro-batch of a run, without `count` if an override does not take it.
@@ -520,7 +536,7 @@ class Trainer:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on this process's device, as a new container: hooks may take labels out of it."""
-        own = self._prepare_input if self._services.loss.hooks.own_items else None
+        own = self._prepare_input if self._services.loss.settings.own_items else None
         prepared = on_device(inputs, self._session.device, None) if own is None else own(inputs)
         if isinstance(prepared, Mapping | list | tuple) and not prepared:
             raise empty_batch(self._signature_columns)
@@ -528,7 +544,7 @@ class Trainer:
 
     def _prepare_input(self, data: Any) -> Any:
         """`data` with every tensor in it moved to this process's device."""
-        own = self._prepare_input if self._services.loss.hooks.own_items else None
+        own = self._prepare_input if self._services.loss.settings.own_items else None
         return on_device(data, self._session.device, own)
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager[Any]:
@@ -827,7 +843,7 @@ class Trainer:
             loss_only=prediction_loss_only,
             predicting=description == "Prediction",
         )
-        return self._services.evaluator.run(dataloader, described)
+        return self._services.evaluator.run(dataloader, described, hooks.loss_hooks(self))
 
     def _divide_in_stages(self) -> None:
         """Divide a model that a pipeline is to train, if it is not divided yet. Collective."""
@@ -856,7 +872,7 @@ class Trainer:
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 loss = without_gradient(loss)
-                by_model = not (self._services.loss.hooks.smoothing or self.compute_loss_func is not None)
+                by_model = not (self._services.loss.settings.smoothing or self.compute_loss_func is not None)
                 has_loss = evaluator.output_has_loss(outputs, by_model)
             else:
                 loss, outputs, has_loss = None, call_model(model, inputs), False
@@ -869,7 +885,11 @@ class Trainer:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Save a checkpoint of the run. Every rank calls it; see `RunCheckpoints.save`."""
-        _of_run(self._run).save_checkpoint(wait=not self.is_in_train)
+        script = hooks.saved_by(self, Trainer, self._written_beside())
+        _of_run(self._run).save_checkpoint(script, wait=not self.is_in_train)
+
+    def _checkpoint_committed(self) -> None:
+        """Called once a checkpoint of the run is committed, after `on_save`. Does nothing; for subclasses."""
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
         """Record the metrics of an evaluation; return True if it is the best so far."""
@@ -997,7 +1017,8 @@ class Trainer:
         Args:
             state_dict: the weights to write instead of the model's own; an empty one writes none.
         """
-        self._model_writer.write(Path(output_dir or self.output_folder), state_dict)
+        folder = Path(output_dir or self.output_folder)
+        self._model_writer.write(folder, state_dict, self._written_beside())
 
     def create_model_card(
         self,

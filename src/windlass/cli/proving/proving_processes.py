@@ -27,7 +27,7 @@ from windlass.dist.variables import environment_of
 _PRELOADED = (
     "windlass.cli.proving.proving_rank",
     "windlass.trainer.preparation",
-    "windlass.trainer.run",
+    "windlass.trainer.run_training",
     "windlass.trainer.services",
     "windlass.finetuning.sft_trainer",
     "torch.distributed.fsdp",
