@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,6 +138,15 @@ def test_one_whose_run_failed(tmp_path: Path) -> None:
     found = held(trainer)
     del trainer, error
     assert alive(found) == []
+
+
+def test_the_workers_of_its_data_end_with_it(tmp_path: Path) -> None:
+    trainer = made(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    trainer.train()
+    trainer.evaluate()
+    assert multiprocessing.active_children()
+    del trainer
+    assert multiprocessing.active_children() == []
 
 
 def test_in_a_loop_each_is_freed_by_the_next(tmp_path: Path) -> None:

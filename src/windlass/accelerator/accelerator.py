@@ -708,8 +708,10 @@ class Accelerator(Ranks):
         accumulation = self.gradient_state
         accumulation.advance()
         reduce = accumulation.sync_gradients or accumulation.plugin.sync_each_batch
-        accumulation.models = models
+        outer, accumulation.models = accumulation.models, models
         with contextlib.ExitStack() as stack:
+            # The state of the process has the accumulation, and outlives the models of a loop.
+            stack.callback(setattr, accumulation, "models", outer)
             for model in models:
                 stack.enter_context(self._micro(model, reduce))
             yield
@@ -794,7 +796,7 @@ class Accelerator(Ranks):
             )
             if found is None:
                 raise ModelError(f"this {type(one).__name__} was not prepared by this accelerator")
-            self._prepared.executor_of(found).unscale()
+            self._prepared.executors.executor_of(found).unscale()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale the gradients of `parameters` down to a global norm of `max_norm`. `norm_type` is its order: 2 is the

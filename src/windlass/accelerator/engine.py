@@ -14,9 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.device_cache import clear_device_cache
-from windlass.accelerator.prepared import LoopExecutor, Prepared
+from windlass.accelerator.executors import LoopExecutor
+from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.types import State
 from windlass.data.dealt_loader import DealtLoader
@@ -87,14 +89,10 @@ def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, Replicated):
         yield
         return
-    found = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # The forward under `no_sync` did not prepare the reducer.
-    model.reducer.prepare_for_backward([])
-    try:
+    with attributes_of(model, require_backward_grad_sync=True, require_forward_param_sync=True):
+        # The forward under `no_sync` did not prepare the reducer.
+        model.reducer.prepare_for_backward([])
         yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = found
 
 
 class LoopEngine(Protocol):
@@ -231,7 +229,9 @@ class OwnLoop:
         micro, executor = self._micro_batch(), self._prepared.executor
         self._normaliser.scope(micro)
         share = self._normaliser.apply(loss)
-        executor.backward_in_loop(share, last=micro.last, discards=self._prepared.discards, **kwargs)
+        executor.backward_in_loop(
+            share, last=micro.last, discards=self._prepared.executors.discards, **kwargs
+        )
         factor = self._normaliser.correction()
         if factor is not None:
             self._correct(executor, factor)

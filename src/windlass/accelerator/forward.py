@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,43 @@ from windlass.core.errors import ModelError
 from windlass.core.trees import convert_to_fp32
 from windlass.transforms.ddp import Replicated
 
-_ORIGINAL = "_original_forward"
+
+class MixedForward:
+    """The forward of one module under `autocast`, with floating-point outputs in single precision.
+
+    It is an attribute of the module, and does not keep it: a module that its attribute kept would stay in memory until
+    Python looks for cycles. A copy of the module gets one of its own.
+    """
+
+    def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        original = module.forward
+        self._module, self._autocast = weakref.ref(module), autocast
+        # A function on the instance belongs to that instance only; a method is that of the class.
+        own = getattr(original, "__func__", None) is type(module).forward
+        self.replaced: Callable[..., Any] | None = None if own else original
+        functools.update_wrapper(self, type(module).forward if own else original)
+        self.__signature__ = inspect.signature(original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._autocast():
+            if self.replaced is not None:
+                return convert_to_fp32(self.replaced(*args, **kwargs))
+            module = self._owner
+            return convert_to_fp32(type(module).forward(module, *args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixedForward:
+        copied = MixedForward.__new__(MixedForward)
+        copied.__dict__.update(self.__dict__, _module=weakref.ref(copy.deepcopy(self._owner, memo)))
+        return copied
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, "forward")  # in another process, that of its class
+
+    @property
+    def _owner(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "its forward is an attribute of it"
+        return module
 
 
 def mix_precision(module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -25,29 +62,17 @@ def mix_precision(module: nn.Module, autocast: Callable[[], AbstractContextManag
 
     The forward is replaced on the instance, so its class, parameter names and hooks do not change.
     """
-    if hasattr(module, _ORIGINAL):
-        return
-    original = module.forward
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with autocast():
-            result = type(self).forward(self, *args, **kwargs) if own else original(*args, **kwargs)
-        return convert_to_fp32(result)
-
-    # A copy of the module must call its own method; a function on the instance belongs to that instance only.
-    own = getattr(original, "__func__", None) is type(module).forward
-    setattr(module, _ORIGINAL, original)
-    module.forward = MethodType(forward, module)
+    if not isinstance(vars(module).get("forward"), MixedForward):
+        module.forward = MixedForward(module, autocast)
 
 
 def restore_forward(module: nn.Module) -> None:
     """Undo `mix_precision`."""
-    if hasattr(module, _ORIGINAL):
-        module.forward = getattr(module, _ORIGINAL)
-        delattr(module, _ORIGINAL)
-        if getattr(module.forward, "__func__", None) is type(module).forward:
-            del module.forward  # use that of the class again
+    mixed = vars(module).get("forward")
+    if isinstance(mixed, MixedForward):
+        del module.forward  # that of the class again
+        if mixed.replaced is not None:
+            module.forward = mixed.replaced
 
 
 def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], None]:

@@ -15,6 +15,24 @@ from windlass.dist.beacon import AFTER, beacon
 Update = Callable[["PreparedOptimizer", Callable[[], Any] | None], tuple[bool, Any]]
 
 
+class StepGuard:
+    """Refuses direct calls of an optimizer's `step`. A hook of the optimizer, so it refers to nothing.
+
+    Attributes:
+        under_way: the step is that of the prepared optimizer.
+    """
+
+    under_way = False
+
+    def __call__(self, optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        if not self.under_way:
+            name = type(optimizer).__name__
+            raise ModelError(
+                f"the {name} that was given to `accelerator.prepare` was stepped directly: that bypasses gradient "
+                "accumulation and loss scaling. Call `step` of the optimizer that `prepare` returned"
+            )
+
+
 class PreparedOptimizer(torch.optim.Optimizer):
     """An optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update.
 
@@ -43,8 +61,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         self.updates = 0
         self._accumulation, self._update = accumulation, update
-        self._under_way = False
-        self._guard = optimizer.register_step_pre_hook(self._refuse_raw_step)
+        self._guard = StepGuard()
+        self._registered = optimizer.register_step_pre_hook(self._guard)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not set yet while a copy is made
@@ -69,14 +87,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
-
-    def _refuse_raw_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        if not self._under_way:
-            name = type(optimizer).__name__
-            raise ModelError(
-                f"the {name} that was given to `accelerator.prepare` was stepped directly: that bypasses gradient "
-                "accumulation and loss scaling. Call `step` of the optimizer that `prepare` returned"
-            )
 
     # --- the user's optimizer -----------------------------------------------------------------------------------------
 
@@ -151,12 +161,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """
         if not self._accumulation.sync_gradients:
             return None
-        self._under_way = True
+        self._guard.under_way = True
         beacon().call("update")
         try:
             applied, value = self._update(self, closure)
         finally:
-            self._under_way = False
+            self._guard.under_way = False
         self.step_was_skipped = not applied
         self.updates += applied
         beacon().call(f"{AFTER}update", self.updates)
@@ -171,7 +181,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def release(self) -> None:
         """Allow direct calls of the wrapped optimizer's `step` again."""
-        self._guard.remove()
+        self._registered.remove()
 
 
 def _step_alone(optimizer: PreparedOptimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
+from windlass.accelerator.executors import parameters_of
 from windlass.accelerator.forward import extract_model_from_parallel, mix_precision, refuse_raw_forward
 from windlass.accelerator.offloaded_weights import has_offloaded_params
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.prepared import Prepared, parameters_of
+from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.prepared_schedule import PreparedSchedule
-from windlass.accelerator.setup import LoopSettings, Setup
+from windlass.accelerator.setup import LoopSettings, Setup, autocast_of
 from windlass.accelerator.zero_engines import ZeroEngines
 from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
@@ -128,7 +130,7 @@ class Preparer:
             # Afterwards: layouts compare results in the precision of the weights. Under DeepSpeed too: autocast casts
             # the inputs of its half-precision model.
             if self._settings.precision.compute != "fp32":
-                mix_precision(model, self._setup.autocast)
+                mix_precision(model, partial(autocast_of, self._settings, self._setup.device))
             return strategy
 
         if new:
@@ -192,16 +194,15 @@ class Preparer:
         """Give the model and its optimizer to DeepSpeed's engine."""
         own = set(map(id, model.parameters()))
         found = [o for o in self._prepared.optimizers if any(id(p) in own for p in parameters_of(o))]
-        if len(found) != 1 or self._prepared.engine is not None:
+        if len(found) != 1 or self._prepared.executors.engine is not None:
             raise ModelError(
                 f"under DeepSpeed one call of `prepare` takes the trained model and its one optimizer; "
                 f"{len(found)} optimizers of this model were given"
-                + (", and a model is trained already" if self._prepared.engine is not None else "")
+                + (", and a model is trained already" if self._prepared.executors.engine is not None else "")
             )
         optimizer = found[0].optimizer
-        return self._prepared.use_engine(
-            found[0], lambda: self.zero.engine(model, optimizer, device)
-        ).strategy
+        make = partial(self.zero.engine, model, optimizer, device)
+        return self._prepared.executors.use_engine(found[0], make).strategy
 
     def _plan_for(self, model: nn.Module) -> DistPlan:
         """The plan, with the names of the modules that the plugin excludes from sharding as objects."""
@@ -238,8 +239,10 @@ class Preparer:
         warn_of_lost_updates(optimizer)
         self._prepared.follow(optimizer)
         bring_state_along(optimizer)
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self._prepared.update)
+        executors = self._prepared.executors
+        prepared = PreparedOptimizer(optimizer, self._accumulation, executors.update)
         self._prepared.optimizers.append(prepared)
+        executors.add(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedSchedule:

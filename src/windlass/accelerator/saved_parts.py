@@ -261,7 +261,7 @@ class LoopContent:
         shared, of_rank = states_of(self._parts())
         spread: dict[str, Mapping[str, Any]] = {}
         for index, optimizer in enumerate(prepared.optimizers):
-            name, executor = f"optimizer_{index}", prepared.executor_of(optimizer)
+            name, executor = f"optimizer_{index}", prepared.executors.executor_of(optimizer)
             in_parts = executor.strategy.saves_parts
             shared[name], parts = saved_optimizer(executor.optimizer, prepared.owner_of(optimizer), in_parts)
             spread |= {name: parts} if in_parts else {}
@@ -275,7 +275,8 @@ class LoopContent:
         """The named states, in the order in which they are restored: random generators last."""
         prepared = self._prepared
         loaders, buffers = _Loaders(prepared.loaders), _OwnStates(prepared.strategies)
-        engine = [] if prepared.engine is None else [SavedPart("engine", prepared.engine, optional=True)]
+        of_zero = prepared.executors.engine
+        engine = [] if of_zero is None else [SavedPart("engine", of_zero, optional=True)]
         return [
             *(SavedPart(name, part) for name, part in prepared.parts.items()),
             *engine,
@@ -320,7 +321,7 @@ class LoopContent:
             strategy = prepared.strategy_of(model)
             checkpoint.load_weights(model if strategy is None else strategy.module, model_name(index))
         for index, optimizer in enumerate(prepared.optimizers):
-            own = prepared.executor_of(optimizer).optimizer
+            own = prepared.executors.executor_of(optimizer).optimizer
             checkpoint.load_optimizer(own, prepared.owner_of(optimizer), f"optimizer_{index}")
         if not same_world:
             _log.warning(

@@ -274,6 +274,17 @@ def _problems(given: Any, project: ProjectConfiguration) -> Iterator[Problem]:
             yield Problem("rng_types", str(kind), f"must be one of {', '.join(_RNG_TYPES)}")
 
 
+def autocast_of(
+    settings: LoopSettings, device: torch.device, handler: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """The mixed-precision context that these settings ask for. `handler`: the options in place of theirs."""
+    options = handler or settings.handlers.autocast
+    dtype = COMPUTE_DTYPES.get(settings.precision.compute)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return autocast(device.type, dtype, enabled=options.enabled, cache_enabled=options.cache_enabled)
+
+
 class EngineChoice:
     """Owns which of several configurations is selected. The first one is selected until a script selects another.
 
@@ -378,11 +389,7 @@ class Setup:
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The mixed-precision context of this loop; see `Accelerator.autocast`."""
-        options = autocast_handler or self.settings.handlers.autocast
-        dtype = COMPUTE_DTYPES.get(self.settings.precision.compute)
-        if dtype is None:
-            return contextlib.nullcontext()
-        return autocast(self.device.type, dtype, enabled=options.enabled, cache_enabled=options.cache_enabled)
+        return autocast_of(self.settings, self.device, autocast_handler)
 
     @property
     def is_fsdp2(self) -> bool:

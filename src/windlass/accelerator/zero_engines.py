@@ -149,11 +149,11 @@ class ZeroEngines:
     def divide_new_models(self) -> None:
         """Let models of transformers be divided while they are built, if the selected configuration says so."""
         setup = self._setup
+        # The selection outlives the accelerator, and must not keep its models.
+        precision, device, all_ranks = setup.settings.precision, setup.device, setup.all_ranks
 
         def divide(plan: ZeroPlan | None) -> Any:
-            return of_plan(
-                setup.settings.precision, plan, lambda: (setup.device, setup.all_ranks.over("loss"))
-            )
+            return of_plan(precision, plan, lambda: (device, all_ranks.over("loss")))
 
         if self.plan is not None:
             setup.engines.divide_new_models(divide)

@@ -105,16 +105,17 @@ def split_optimizer_state(
     if is_in_stages(model):
         return joined_state(_state_by_name(optimizer, model, lambda name, entry: entry), model, part_mark)
     parts: dict[str, Tensor] = {}
+    return _state_by_name(optimizer, model, lambda name, entry: _apart(entry, name, parts)), parts
 
-    def apart(value: Any, path: str) -> Any:
-        if is_sharded(value):
-            parts[path] = value
-            return part_mark(path)
-        if isinstance(value, dict):
-            return {key: apart(item, f"{path}/{key}") for key, item in value.items()}
-        return value
 
-    return _state_by_name(optimizer, model, lambda name, entry: apart(entry, name)), parts
+def _apart(value: Any, path: str, parts: dict[str, Tensor]) -> Any:
+    """The value with marks in place of its sharded tensors, which are added to `parts`."""
+    if is_sharded(value):
+        parts[path] = value
+        return part_mark(path)
+    if isinstance(value, dict):
+        return {key: _apart(item, f"{path}/{key}", parts) for key, item in value.items()}
+    return value
 
 
 def join_parts(state: State, parts: Parts) -> State:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class WorkerPool:
             _Tasks(fetch, self._board), sampler=self._queue, **worker_options(plan, persistent)
         )
         self._under_way: dict[int, tuple[int, DealtBatch]] = {}
-        self._reader = Reader(plan.purpose, plan.start_timeout, self._task_of)
+        task_of = partial(_task_of, self._board, self._under_way)
+        self._reader = Reader(plan.purpose, plan.start_timeout, task_of)
 
     def run(self, epoch: int, tasks: Iterator[DealtBatch]) -> Iterator[DealtBatch]:
         under_way = self._under_way
@@ -94,13 +96,15 @@ class WorkerPool:
         self._queue.tasks = queued()
         return in_order(received())
 
-    def _task_of(self, worker: int) -> str:
-        number = self._board.task_of(worker)
-        if number not in self._under_way:
-            return ""
-        epoch, task = self._under_way[number]
-        more = f" and {len(task.ids) - _SHOWN} more" if len(task.ids) > _SHOWN else ""
-        return f"samples {task.ids[:_SHOWN]}{more} (epoch {epoch})"
+
+def _task_of(board: TaskBoard, under_way: Mapping[int, tuple[int, DealtBatch]], worker: int) -> str:
+    """Describe what a worker reads now; empty if it is unknown."""
+    number = board.task_of(worker)
+    if number not in under_way:
+        return ""
+    epoch, task = under_way[number]
+    more = f" and {len(task.ids) - _SHOWN} more" if len(task.ids) > _SHOWN else ""
+    return f"samples {task.ids[:_SHOWN]}{more} (epoch {epoch})"
 
 
 def worker_options(plan: DataPlan, persistent: bool) -> dict[str, Any]:

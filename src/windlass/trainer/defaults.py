@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -42,23 +40,6 @@ from windlass.transforms.quantization_aware import apply_qat as apply_qat
 publishing: Any = LazyModule("windlass.trainer.publishing")
 
 logger = get_logger(__name__)
-
-# The Trainers of this process that are still in memory, by their ids; how many of them, and how many bytes of weights,
-# may stay although they are not used.
-_MADE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_MOST, _MOST_BYTES = 16, 64 << 20
-
-
-def free_earlier(trainer: Any) -> None:
-    """Free the Trainers that nothing but their parts refers to. They and their parts refer to each other: a model that
-    is not used any more would stay on its device, and files open, until Python looks for such cycles. That takes a
-    tenth of a second, so a few small ones may stay.
-    """
-    _MADE[id(trainer)] = trainer
-    models = [getattr(one, "model", None) for one in _MADE.values() if one is not trainer]
-    held = sum(p.nbytes for model in models if isinstance(model, nn.Module) for p in model.parameters())
-    if held > _MOST_BYTES or len(models) > _MOST:
-        gc.collect()
 
 
 def checked_arguments(args: object) -> TrainingArguments:

@@ -39,7 +39,7 @@ from windlass.trainer.batch_fitter import MemoryNote
 from windlass.trainer.column_checks import check_columns, given_datasets
 from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
-from windlass.trainer.defaults import align_special_tokens, free_earlier, warn_of_spare_devices
+from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
 from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, loss_settings, replaced
 from windlass.trainer.instead import RunRequest
 from windlass.trainer.interruption import Interruption
@@ -131,7 +131,6 @@ def begin_call(
     services.loss.adopt(settings, bound)
     if stage == "train":
         check_smoothing(settings.smoothing, bound.compute_loss, settings.function)
-        free_earlier(trainer)
     if not trainer.is_in_train:  # an evaluation within training was compared with the run, and has its plan
         overridden = replaced(trainer, *WATCHED)
         check_call_alike(trainer, session.all_ranks, call, overridden, resume)

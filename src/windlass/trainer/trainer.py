@@ -219,7 +219,6 @@ class Trainer:
         return model
 
     def _take_model(self, model: nn.Module) -> None:
-        defaults.free_earlier(self)  # before this model is on the device
         # No device need hold all layers of a pipeline.
         if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
             defaults.place_model(model, self._session.device)
