@@ -41,3 +41,23 @@ def test_an_unknown_attribute_is_refused_and_nothing_is_set() -> None:
     with pytest.raises(AttributeError), attributes_of(Base, word="other", absent=1):
         pass
     assert Base.word == "base"
+
+
+def test_what_is_inherited_is_inherited_again() -> None:
+    owner = Owner()
+    with attributes_of(Owner, word="other"), attributes_of(owner, made=lambda: "own"):
+        assert (Base.word, owner.word, owner.made()) == ("base", "other", "own")
+    Base.word = "new"
+    try:
+        assert (owner.word, owner.made()) == ("new", "Owner")
+    finally:
+        Base.word = "base"
+    assert vars(owner) == {}
+
+
+def test_what_the_owner_has_itself_it_has_again() -> None:
+    owner = Owner()
+    owner.word = "own"
+    with attributes_of(owner, word="first"), attributes_of(owner, word="second"):
+        assert owner.word == "second"
+    assert owner.word == "own"

@@ -18,6 +18,7 @@ from windlass.accelerator.executors import LoopExecutor
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.types import State
 from windlass.data.dealt_loader import DealtLoader
@@ -88,14 +89,10 @@ def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, Replicated):
         yield
         return
-    found = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # The forward under `no_sync` did not prepare the reducer.
-    model.reducer.prepare_for_backward([])
-    try:
+    with attributes_of(model, require_backward_grad_sync=True, require_forward_param_sync=True):
+        # The forward under `no_sync` did not prepare the reducer.
+        model.reducer.prepare_for_backward([])
         yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = found
 
 
 class LoopEngine(Protocol):

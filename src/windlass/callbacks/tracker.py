@@ -112,10 +112,11 @@ class PackageTracker(GeneralTracker):
     """
 
     requires_logging_directory = False
-    # The attribute with the package's object, what of that object is the run's id, and the variable whose project
-    # precedes that of the arguments.
+    # The attribute with the package's object, what of that object is the run's id, its method that closes the run, and
+    # the variable whose project precedes that of the arguments.
     handle: ClassVar[str] = "run"
     identity: ClassVar[str] = "id"
+    closes: ClassVar[str] = "finish"
     project_variable: ClassVar[str] = ""
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
@@ -146,7 +147,7 @@ class PackageTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        self.tracker.finish()
+        getattr(self.tracker, self.closes)()
 
 
 def check_attributes(cls: type, names: tuple[str, ...]) -> None:

@@ -16,16 +16,20 @@ def text_config(model: Any) -> Any:
 
 @contextlib.contextmanager
 def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
-    """Within the body, attributes of `owner`, which has no slots, have these values."""
+    """Within the body, attributes of `owner`, which has no slots, have these values. One that it inherits is inherited
+    again afterwards. Raises AttributeError if it lacks one.
+    """
+    for name in values:
+        inspect.getattr_static(owner, name)
     # A class method as what makes it one.
-    before = {name: inspect.getattr_static(owner, name) for name in values}
-    _set(owner, values)
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        _set(owner, before)
-
-
-def _set(owner: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(owner, name, value)
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

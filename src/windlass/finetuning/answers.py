@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.callbacks.answers_log import AnswersLog
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
@@ -208,19 +209,11 @@ class Answering:
         return Answer(text.strip(), end)
 
 
-@contextlib.contextmanager
-def _caching(model: Any) -> Iterator[None]:
+def _caching(model: Any) -> contextlib.AbstractContextManager[None]:
     """Use the cache of keys and values, which training turns off in the model's config."""
     config = getattr(model, "config", None)
-    before = getattr(config, "use_cache", None)
-    if before is None:
-        yield
-        return
-    config.use_cache = True  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        config.use_cache = before  # type: ignore[union-attr]
+    is_known = getattr(config, "use_cache", None) is not None
+    return attributes_of(config, use_cache=True) if is_known else contextlib.nullcontext()
 
 
 logger = get_job_logger(__name__)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from windlass.assemble.rules import NEVER_CALLED
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import EvaluationPlan
+from windlass.core.attributes import attributes_of
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.run_clock import Moment
 from windlass.engine.evaluate import Evaluation
@@ -190,21 +191,15 @@ class TrainHooks:
     @contextlib.contextmanager
     def noting_loss(self, note: Callable[[Any], None]) -> Iterator[None]:
         """Within the body, call `note` with each value that `compute_loss` returns."""
-        compute_loss, attributes = self._trainer.compute_loss, vars(self._trainer)
-        own = attributes.get("compute_loss")
+        compute_loss = self._trainer.compute_loss
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = compute_loss(*args, **kwargs)
             note(result)
             return result
 
-        attributes["compute_loss"] = noted
-        try:
+        with attributes_of(self._trainer, compute_loss=noted):
             yield
-        finally:
-            del attributes["compute_loss"]
-            if own is not None:
-                attributes["compute_loss"] = own
 
     # --- evaluations ------------------------------------------------------------------------------------------------
 

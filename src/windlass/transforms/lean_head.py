@@ -6,17 +6,17 @@ it the head's forward is replaced: it gets the hidden states, and returns what w
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windlass.core.attributes import attributes_of
 from windlass.core.types import IGNORED
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.context import has_divided_sequences
@@ -204,7 +204,7 @@ class LeanHead:
 
         hook = head.register_forward_hook(keep)
         try:
-            with _forward_of(head, instead), _forward_of(core, forward_of_core):
+            with attributes_of(head, forward=instead), attributes_of(core, forward=forward_of_core):
                 found = model(**inputs, **without_cache(core))
         finally:
             hook.remove()
@@ -252,7 +252,7 @@ class LeanHead:
         def logits(hidden: Tensor) -> Tensor:
             return known.expand(*hidden.shape[:-1], -1)
 
-        with _forward_of(head, logits):
+        with attributes_of(head, forward=logits):
             outputs = model(**unlabelled(core, sample), **without_cache(core))
         became = output_of(outputs, "logits")
         if became is None or became.shape[-1] != len(known):
@@ -374,17 +374,3 @@ def _spread(values: Tensor, places: Tensor | slice, targets: Tensor) -> Tensor:
     if isinstance(places, slice):
         return values.view(targets.shape)
     return values.new_zeros(targets.numel()).index_put((places,), values).view(targets.shape)
-
-
-@contextlib.contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of one module, below its hooks."""
-    own = vars(module).get("forward")
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = own

@@ -20,6 +20,7 @@ class AimTracker(PackageTracker):
     name = "aim"
     requires_logging_directory = True
     handle = "writer"
+    closes = "close"
     identity = "hash"
     writer: Any = None
 
@@ -65,10 +66,6 @@ class AimTracker(PackageTracker):
             image, caption = value if isinstance(value, tuple) else (value, "")
             shown = self.package.Image(image, caption=caption, **options.get("aim_image", {}))
             self.writer.track(shown, name=name, step=step, **options.get("track", {}))
-
-    @on_main_process
-    def finish(self) -> None:
-        self.writer.close()
 
 
 def _is_of_aim(value: Any) -> bool:

@@ -22,6 +22,7 @@ class CodeCarbonTracker(PackageTracker):
 
     name = "codecarbon"
     handle = "emissions"
+    closes = "stop"
     identity = "run_id"
     emissions: Any = None
 
@@ -45,7 +46,3 @@ class CodeCarbonTracker(PackageTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Bring the file up to date."""
         self.emissions.flush()
-
-    @on_main_process
-    def finish(self) -> None:
-        self.emissions.stop()

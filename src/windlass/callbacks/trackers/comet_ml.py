@@ -16,6 +16,7 @@ class CometMLTracker(PackageTracker):
 
     name = "comet_ml"
     handle = "writer"
+    closes = "end"
     writer: Any = None
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -58,7 +59,3 @@ class CometMLTracker(PackageTracker):
                 self.writer.log_metrics(value, step=step, **kwargs)
             else:
                 self.writer.log_other(name, value, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        self.writer.end()

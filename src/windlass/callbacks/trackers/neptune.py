@@ -22,6 +22,7 @@ class NeptuneTracker(PackageTracker):
     """
 
     name = "neptune"
+    closes = "stop"
     project_variable = "NEPTUNE_PROJECT"
     run: Any = None
 
@@ -69,7 +70,3 @@ class NeptuneTracker(PackageTracker):
                 self.run[name].append(value, step=step, **kwargs)
             else:
                 warn_of_value("Neptune", name, value)
-
-    @on_main_process
-    def finish(self) -> None:
-        self.run.stop()

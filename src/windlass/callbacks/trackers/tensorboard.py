@@ -27,6 +27,7 @@ class TensorBoardTracker(PackageTracker):
     name = "tensorboard"
     requires_logging_directory = True
     handle = "writer"
+    closes = "close"
     writer: Any = None
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -94,7 +95,3 @@ class TensorBoardTracker(PackageTracker):
         """
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        self.writer.close()

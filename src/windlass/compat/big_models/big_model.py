@@ -55,6 +55,7 @@ from windlass.compat.big_models.offloaded import (
     read_offload_index,
 )
 from windlass.config.kinds import TRUE
+from windlass.core.attributes import attributes_of
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
@@ -112,11 +113,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
             moved[param] = renewed(param, param.detach().to(device))
         module._parameters[name] = moved[param]
 
-    nn.Module.register_parameter = register_on_device  # type: ignore[method-assign,assignment]
-    try:
+    with attributes_of(nn.Module, register_parameter=register_on_device):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 Folder = str | os.PathLike[str]
