@@ -68,7 +68,7 @@ def absent() -> None:
         while len(list(folder.iterdir())) < 3:
             time.sleep(0.1)
         return
-    with pytest.raises((RuntimeError, dist.DistError), match="(?i)time"):
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
         loss_device_mesh(Mesh(replicate=4).with_replicas(2), CPU)
     (folder / str(gang.rank)).touch()
 
