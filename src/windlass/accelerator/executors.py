@@ -87,7 +87,8 @@ class Executors:
         self.strategies: list[Strategy] = []
         self.scaler, self.discards = scaler, False
         self._device, self._ranks = device, ranks
-        self._optimizers = weakref.WeakSet[PreparedOptimizer]()
+        # In the order in which they were prepared.
+        self._optimizers: list[weakref.ref[PreparedOptimizer]] = []
         # The number of its parameters, and the executor over them.
         self._executors = weakref.WeakKeyDictionary[PreparedOptimizer, tuple[int, NativeExecutor]]()
         # By optimizer that DeepSpeed's engine steps: its executor, and its parameters before they were divided.
@@ -95,7 +96,10 @@ class Executors:
 
     def add(self, optimizer: PreparedOptimizer) -> None:
         """Add an optimizer that was prepared."""
-        self._optimizers.add(optimizer)
+        self._optimizers = [weakref.ref(known) for known in (*self._known(), optimizer)]
+
+    def _known(self) -> list[PreparedOptimizer]:
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def loose(self, optimizers: Iterable[PreparedOptimizer]) -> LooseTensors:
         """The tensors that these optimizers update and that belong to no prepared model."""
@@ -156,7 +160,7 @@ class Executors:
         self._executors.clear()
 
     def _strategy_over(self, optimizer: PreparedOptimizer, parameters: list[Tensor]) -> Strategy:
-        loose = self.loose(self._optimizers).module
+        loose = self.loose(self._known()).module
         count = len({id(p) for p in parameters} & {id(p) for p in loose.parameters()})
         if count:
             self._allow_loose(type(optimizer.optimizer).__name__, count)
@@ -212,7 +216,7 @@ class Executors:
         earlier = self.scaler.scale(unit)
         applied = executor.step()
         factor = self.scaler.scale(unit) / earlier
-        for other in self._optimizers:
+        for other in self._known():
             if other is not optimizer and isinstance(follower := self.executor_of(other), NativeExecutor):
                 follower.follow_scale(factor)
         return applied
