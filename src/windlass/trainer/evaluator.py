@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from windlass.config.plan import EvaluationPlan
+from windlass.core.attributes import attributes_of
 from windlass.core.device import start_recorded
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
@@ -57,23 +58,13 @@ class Evaluator:
         self._cast_to = ""
         self.filling = False
 
-    @contextlib.contextmanager
-    def during(self, executor: Executor) -> Iterator[None]:
+    def during(self, executor: Executor) -> contextlib.AbstractContextManager[None]:
         """Within the body, a run trains the model on this executor, which sets its evaluation mode."""
-        self._executor = executor
-        try:
-            yield
-        finally:
-            self._executor = None
+        return attributes_of(self, _executor=executor)
 
-    @contextlib.contextmanager
-    def interruptible(self, watch: Watch) -> Iterator[None]:
+    def interruptible(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
         """Within the body, batches of evaluations pass through `watch`."""
-        self._watch = watch
-        try:
-            yield
-        finally:
-            self._watch = None
+        return attributes_of(self, _watch=watch)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model of a run has the weights that are evaluated: their average, if there is one."""

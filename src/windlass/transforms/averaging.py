@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ModelError
 from windlass.dist.sharded import local
 
@@ -63,14 +64,9 @@ class AfterBackward:
         parameter.requires_grad_(trained)
         return hook
 
-    @contextlib.contextmanager
-    def held(self, yes: bool = True) -> Iterator[None]:
+    def held(self, yes: bool = True) -> AbstractContextManager[None]:
         """Context in which backwards only accumulate, if `yes`."""
-        before, self._held = self._held, self._held or yes
-        try:
-            yield
-        finally:
-            self._held = before
+        return attributes_of(self, _held=self._held or yes)
 
     def _arrived(self, parameter: Tensor) -> None:
         # By the number of the backward: one that failed has called nothing, and must not keep the next from it.

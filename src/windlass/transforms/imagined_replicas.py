@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
+from windlass.core.attributes import attributes_of
 from windlass.dist.gang import Gang
 from windlass.transforms.strategy import Strategy
 
@@ -54,16 +55,8 @@ class ImaginedReplicas(Strategy):
         self.buckets.append(flat)
         self._missing.append(len(parameters))
 
-    @contextlib.contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        self._reducing = False
-        try:
-            yield
-        finally:
-            self._reducing = True
-
     def micro(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self._accumulating()
+        return contextlib.nullcontext() if last else attributes_of(self, _reducing=False)
 
     def _arrived(self, parameter: Tensor) -> None:
         if not self._reducing:
