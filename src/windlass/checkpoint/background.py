@@ -100,7 +100,9 @@ class BackgroundCall:
         except BaseException as error:
             self.error = error
         finally:
-            del self._work  # its thread ends later than who waits for the work goes on, and must not keep a model
+            del (
+                self._work
+            )  # its thread ends later than who waits for the work goes on, and must not keep a model
             self._ended = True
             self._running.release()
 
