@@ -100,9 +100,8 @@ class BackgroundCall:
         except BaseException as error:
             self.error = error
         finally:
-            del (
-                self._work
-            )  # its thread ends later than who waits for the work goes on, and must not keep a model
+            # The thread ends after those who wait for the work go on: it must not keep a model.
+            del self._work
             self._ended = True
             self._running.release()
 
