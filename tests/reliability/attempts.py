@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -42,6 +43,8 @@ from windlass.trainer import run_checkpoints
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
 LINGERING = 50.0  # seconds for which ranks may outlive one that was killed; an exchange gives up after 60
 _TICK = 0.004
+_WRITE_STACKS = signal.SIGRTMIN  # a rank answers with the stacks of its threads; Windlass handles others
+_WRITING = 1.0  # seconds that it has for them
 _STOPPED = 130  # how an attempt ends that Ctrl-C stopped, as in a shell
 KILLED = -signal.SIGKILL
 
@@ -191,6 +194,7 @@ def fork_rank(work: Callable[[], None], rank: int, world: int, said: Path) -> in
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        faulthandler.register(_WRITE_STACKS, file=descriptor)
         sys.stdout = sys.stderr = sys.__stderr__  # pytest has put objects of its own here
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
@@ -313,13 +317,14 @@ def wait_for(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]
         ):
             wait = strike.fall(pids, alive, again)
             instant, again = None if wait is None else passed + wait, True
-        if KILLED in codes.values():
+        if KILLED in codes.values() and not hung:
             deadline = min(deadline, time.monotonic() + LINGERING)
             if together or not met():
                 _kill(alive)
         if alive and time.monotonic() > deadline:
-            hung = True
-            _kill(alive)
+            # First the stacks: they show what the ranks waited for.
+            _kill(alive, signal.SIGKILL if hung else _WRITE_STACKS)
+            hung, deadline = True, time.monotonic() + _WRITING
     return Ended([codes[pid] for pid in pids], hung)
 
 
@@ -345,7 +350,7 @@ def end_all(pids: Sequence[int]) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _kill(pids: Sequence[int]) -> None:
+def _kill(pids: Sequence[int], by: int = signal.SIGKILL) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, by)
