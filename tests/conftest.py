@@ -95,6 +95,15 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Python does not look for cycles by itself, as in most of a short program."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported and collected stays: to look for garbage among it takes a third of the time."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,7 @@ from torch.utils.data import DataLoader
 
 from windlass import Accelerator
 
-
-@pytest.fixture(autouse=True)
-def _no_collection() -> Iterator[None]:
-    """Python does not look for cycles by itself. The first optimizer of a process, with which PyTorch imports its
-    compiler, is made before: that import keeps frames in a cycle.
-    """
-    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

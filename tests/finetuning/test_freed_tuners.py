@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,7 @@ TEXTS = [{"text": "the cat sat on a mat"}, {"text": "my quiet green field near o
 PAIRS = [{"prompt": "the cat", "chosen": "sat on a mat", "rejected": "run past"}] * 8
 
 
-@pytest.fixture(autouse=True)
-def _no_collection() -> Iterator[None]:
-    """Python does not look for cycles by itself."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 @pytest.mark.parametrize(

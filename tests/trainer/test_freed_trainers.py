@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,7 @@ from torch import Tensor, nn
 
 from windlass import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _no_collection() -> Iterator[None]:
-    """Python does not look for cycles by itself, as in most of a short program."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 def held(trainer: Trainer) -> list[weakref.ref[Any]]:
