@@ -40,7 +40,7 @@ from tests.trainer.test_losses import Model, trainer_for
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
-from windlass import EarlyStoppingCallback, LossTerms, Trainer
+from windlass import EarlyStoppingCallback, LossTerms, Trainer, TrainerCallback
 from windlass.core.errors import CheckpointError
 
 HERE = Path(__file__).parent
@@ -213,6 +213,47 @@ def test_no_event_of_an_epoch_is_lost_or_doubled(
     kept = len(before) - next(i for i, line in enumerate(reversed(before)) if line.startswith("save "))
     assert before[:kept] + events(folder / "after") == expected
     same_run(first, resumed, undisturbed, whole)
+
+
+class Timed(TrainerCallback):
+    """Needs `on_epoch_begin` before the other events of an epoch, and is in no checkpoint."""
+
+    begun: int
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.begun < state.global_step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del self.begun
+
+
+@pytest.mark.parametrize("step", [3, LAST_OF_EPOCH], ids=["within the epoch", "at its end"])
+def test_a_new_callback_sees_the_resumed_epoch_begin(step: int, folder: Path) -> None:
+    case = Case({"save_steps": 1})
+    assert in_a_child(lambda: run(folder, case, Timed(), kill("on_save", step))) == KILLED
+    resumed = run(folder, case, Timed(), resume=True)
+    assert resumed.state.global_step == resumed.state.max_steps
+
+
+class EndsEpoch(TrainerCallback):
+    """Ends each epoch after three updates."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step % 3 == 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Listens, so that the event is not left out."""
+
+
+def test_an_epoch_that_a_callback_had_ended_stays_ended(folder: Path) -> None:
+    case = Case({"save_steps": 1})
+    whole = run(folder / "whole", case, EndsEpoch())
+    killed = folder / "killed"
+    assert in_a_child(lambda: run(killed, case, EndsEpoch(), kill("on_save", 3))) == KILLED
+    same_run(killed, run(killed, case, EndsEpoch(), resume=True), folder / "whole", whole)
 
 
 def test_a_run_that_had_ended_trains_no_more(folder: Path) -> None:

@@ -221,7 +221,27 @@ class CallbackHandler:
         listeners = self._listeners[event]
         if len(self._active) > 1:  # fired by a listener
             listeners = tuple(listener for listener in listeners if not _follows_run_only(listener))
-        shared = {**self._shared, **kwargs} if kwargs else self._shared
+        self._call(listeners, args, state, control, {**self._shared, **kwargs} if kwargs else self._shared)
+        return control
+
+    def enter_resumed_epoch(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """Call `on_epoch_begin` of the callbacks without a state in checkpoints. Those with a state go on within the
+        epoch: the event might reset what was restored. Flags are not cleared: one may have ended this epoch.
+        """
+        new = [one for one in self.callbacks if not (_is_stateful(one) or _has_attributes(one))]
+        self._call(_bound(new, "on_epoch_begin"), args, state, control, self._shared)
+
+    @staticmethod
+    def _call(
+        listeners: Iterable[Listener],
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        shared: dict[str, Any],
+    ) -> None:
+        """Call each listener, and merge what it returns into `control`."""
         for listener in listeners:
             try:
                 result = listener(args, state, control, **shared)
@@ -230,7 +250,6 @@ class CallbackHandler:
             except Exception as error:
                 error.add_note(f"raised in the callback {getattr(listener, '__qualname__', listener)}")
                 raise
-        return control
 
     on_init_end = _event("on_init_end")
     on_train_begin = _event("on_train_begin")
