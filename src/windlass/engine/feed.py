@@ -10,6 +10,7 @@ from windlass.core.errors import DataError
 from windlass.core.run_clock import DATA, EXCHANGE, run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource, UpdateBatch, fill_up
+from windlass.dist.beacon import limited_wait
 from windlass.dist.gang import Gang, Pending
 from windlass.metrics.tokens import rows
 
@@ -165,7 +166,8 @@ class Feed:
     def _fetch(self, spare: UpdateBatch | None, hooks: FeedHooks) -> None:
         """Read and count the next group, or `spare` as a filler if this rank has none left; begin to sum the counts."""
         before = self._clock.enter(DATA)
-        group = next(self._groups, None)
+        with limited_wait("read data"):
+            group = next(self._groups, None)
         self._clock.enter(before)
         if group is None:
             if spare is None:
