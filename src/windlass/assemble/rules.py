@@ -173,11 +173,6 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "fp16, and a compiled graph frees its buffers in the first: leave these at their defaults, or do not compile",
     ),
     (
-        "warmup_steps",
-        lambda args, plan, facts: type(args).get_warmup_steps is not TrainingArguments.get_warmup_steps,
-        "get_warmup_steps is overridden, and a run does not call it: set warmup_steps, or override create_scheduler",
-    ),
-    (
         "neftune_noise_alpha",
         lambda args, plan, facts: args.neftune_noise_alpha and plan.dist.context * plan.dist.sequence > 1,
         "it is scaled by the length of a row, of which each process has a part: leave it out, or set cp_size and "

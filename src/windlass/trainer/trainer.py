@@ -716,7 +716,8 @@ class Trainer:
         """
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = optimization.new_scheduler(self._plan, target, num_training_steps)
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            self.lr_scheduler = optimization.new_scheduler(self._plan, target, num_training_steps, warmup)
             self._made_scheduler = True
         return self.lr_scheduler
 
