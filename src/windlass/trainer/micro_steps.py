@@ -133,8 +133,8 @@ class StepDivision:
     """Whether an overridden `training_step` divides its loss by the number of micro-batches, as other trainers need.
 
     The engine weighs micro-batches itself, so such a division is undone. The code of the step shows by which number it
-    may divide; the first usable loss shows whether it does: what `compute_loss` returned is compared with what is passed
-    to backward.
+    may divide; the first usable loss shows whether it does: the result of `compute_loss` is compared with what is
+    passed to backward.
 
     Args:
         names: those for the number of micro-batches in the code of the step.
