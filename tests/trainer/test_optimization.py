@@ -301,6 +301,24 @@ def test_an_override_that_would_never_be_called_is_refused(tmp_path: Path, name:
         trainer.train()
 
 
+def test_a_copied_way_to_save_is_refused_before_the_run(tmp_path: Path) -> None:
+    """As older scripts copied it from transformers: its first save would fail, maybe hours later."""
+
+    class Mine(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            folder = str(tmp_path / f"checkpoint-{self.state.global_step}")
+            self.save_model(folder, _internal_call=True)
+            self._save_optimizer_and_scheduler(folder)
+            self._save_rng_state(folder)
+
+    trainer = Mine(Net(), arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=rows(8))
+    with pytest.raises(
+        ConfigError, match="calls _save_optimizer_and_scheduler, _save_rng_state, which Windlass does"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_several_refusals_come_together(tmp_path: Path) -> None:
     kind = type("Mine", (Trainer,), {name: lambda self: None for name in ("_run_epoch", "get_batch_samples")})
     with pytest.raises(ConfigError, match="2 problems"):
