@@ -30,9 +30,8 @@ class Facts:
     has_training_data: bool = True  # there is a training dataset, or an overridden loader
     has_evaluation_data: bool = True  # there is an evaluation dataset, or an overridden loader
     overridden: frozenset[str] = frozenset()  # names of Trainer methods that the subclass overrides
-    absent: frozenset[str] = (
-        frozenset()
-    )  # names of NEVER_CALLED that an override calls, and Trainer does not have
+    # Names of NEVER_CALLED that an override calls, and that Trainer does not have
+    absent: frozenset[str] = frozenset()
     resumed: Progress | None = None  # the progress before updates changed their size; None if they did not
     size: UpdateSize | None = None  # the size of updates; None: that of the arguments
     hidden_size: int | None = None  # width of the model, as its configuration has it; None if it has none
