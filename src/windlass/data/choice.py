@@ -30,7 +30,7 @@ from windlass.data.fetch import Fetch, FetchItem
 from windlass.data.foreign_loader import loader_length
 from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.map_reader import MapReader
-from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
+from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder, ordering_parts
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
 from windlass.data.seeding import set_epochs
@@ -54,12 +54,12 @@ class PassthroughReader:
         return getattr(self._loader, "batch_size", None)
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
-        start = wanted.start
+        loader, start = self._loader, wanted.start
         if start:
-            name = type(self._loader).__name__
+            name = type(loader).__name__
             logger.warning(f"reading {start} batches of {name} again, to continue after them")
-        set_epochs(wanted.epoch, self._loader, getattr(self._loader, "sampler", None))
-        batches, done = read_batches(self._loader, self._reader), 0
+        set_epochs(wanted.epoch, loader, *ordering_parts(loader), getattr(loader, "dataset", None))
+        batches, done = read_batches(loader, self._reader), 0
         batch = next(batches, _END)
         while batch is not _END:
             following, done = next(batches, _END), done + 1

@@ -170,7 +170,7 @@ class SamplerOrder(Order):
                 "Windlass deals samples to ranks itself. Return a sampler over the whole dataset."
             )
         self.sampler = sampler
-        self._generators = own_generators(sampler)
+        self._generators = own_generators(sampler, *ordering_parts(sampler))
         super().__init__(0, seed)
 
     def __len__(self) -> int:
@@ -198,6 +198,19 @@ _ENDLESS = 10_000_000
 Generators = list[tuple[Any, int | None]]
 
 
+def ordering_parts(loader: Any) -> list[Any]:
+    """The sampler and the batch sampler of a loader, and those that they hold themselves: what decides its order."""
+    found: list[Any] = []
+    pending = [loader]
+    while pending:
+        holder = pending.pop()
+        for part in (getattr(holder, "sampler", None), getattr(holder, "batch_sampler", None)):
+            if part is not None and not any(part is known for known in found):
+                found.append(part)
+                pending.append(part)
+    return found
+
+
 def own_generators(*parts: Any) -> Generators:
     """The generators of samplers (or loaders), each with its first seed."""
     generators = [getattr(part, "generator", None) for part in parts]
@@ -208,7 +221,7 @@ def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> 
     """All that a user's sampler or batch sampler yields in `epoch`, a function of (seed, epoch) as far as it draws from
     the default generators or its own `generators`. Raises DataError if it does not end.
     """
-    set_epochs(epoch, getattr(sampler, "sampler", None), sampler)
+    set_epochs(epoch, *ordering_parts(sampler), sampler)
     for generator, first in generators:
         rewind(generator, first, epoch)
     sandbox = Sandbox()

@@ -14,6 +14,7 @@ from windlass.core.trees import send_to_device
 from windlass.core.types import State
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
+from windlass.data.order import ordering_parts
 from windlass.data.seeding import Sandbox, set_epochs
 from windlass.dist.beacon import AFTER, beacon
 
@@ -201,8 +202,7 @@ class PreparedLoader(DealtLoader):
         """Make `epoch` the next pass, also of the user's sampler. A restored position in that pass is kept."""
         if epoch != self._place.epoch:
             self._place.epoch, self._place.consumed, self._place.resume = epoch, 0, 0
-        batches = self.loader.batch_sampler
-        set_epochs(epoch, getattr(batches, "sampler", self.loader.sampler), batches)
+        set_epochs(epoch, *ordering_parts(self.loader))
 
     @property
     def skipped(self) -> int:
