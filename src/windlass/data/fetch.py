@@ -18,6 +18,7 @@ from windlass.core.types import Collator
 from windlass.data.batch_reader import DealtBatch, pin
 from windlass.data.seeding import Sandbox, collator_reseeder, fingerprint, set_epochs
 
+_SHOWN = 16  # samples that a note on an error lists
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _TORCH = torch.default_generator
 _draw_python = random.random
@@ -177,8 +178,12 @@ class Fetch:
         try:
             return self._collate(samples)
         except Exception as error:
-            error.add_note(f"raised while collating the samples {ids[:16]}{'...' if len(ids) > 16 else ''}")
+            error.add_note(f"raised while collating the samples {_listed(ids)}")
             raise
+
+
+def _listed(ids: list[int]) -> str:
+    return f"{ids[:_SHOWN]}{'...' if len(ids) > _SHOWN else ''}"
 
 
 class FetchItem:
@@ -195,14 +200,26 @@ class FetchItem:
     def __init__(self, dataset: Any, convert: Collator, seed: int, many: bool) -> None:
         self._dataset, self._convert, self._seed, self._many = dataset, convert, seed, many
         self._sandbox = Sandbox()
+        self._epoch: int | None = None
 
     def reseed(self, seed: int) -> None:
         self._seed = seed
 
     def __call__(self, epoch: int, ids: list[int], isolate: bool = True) -> Any:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            set_epochs(epoch, self._dataset)
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, epoch, ids[0]))
-            return self._convert(self._dataset[ids if self._many else ids[0]])
+            return self._convert(self._read(ids))
+
+    def _read(self, ids: list[int]) -> Any:
+        try:
+            return self._dataset[ids if self._many else ids[0]]
+        except Exception as error:
+            what = f"samples {_listed(ids)}" if self._many else f"sample {ids[0]}"
+            error.add_note(f"raised while reading {what} of {type(self._dataset).__name__}")
+            raise
 
 
 Fetching = Fetch | FetchItem
