@@ -55,7 +55,7 @@ def on_device(data: Any, device: torch.device, own: Callable[[Any], Any] | None)
             key: item if own is None and isinstance(item, Tensor) and item.device == device else move(item)
             for key, item in data.items()
         }
-        return mapping_like(data, moved)
+        return moved if type(data) is dict else mapping_like(data, moved)  # a dict in every update
     return honor_type(data, map(move, data)) if isinstance(data, (list, tuple)) else data
 
 
