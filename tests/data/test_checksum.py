@@ -25,7 +25,7 @@ def test_checksums_tell_samples_apart_and_know_no_addresses() -> None:
 
 
 class Picture:
-    """As an image of PIL, which is no array and has its pixels as bytes."""
+    """Like an image of PIL: not an array, but with `tobytes`."""
 
     def __init__(self, pixels: bytes) -> None:
         self._pixels = pixels

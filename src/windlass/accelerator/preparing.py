@@ -243,6 +243,8 @@ class Preparer:
         prepared = PreparedOptimizer(optimizer, self._accumulation, executors.update)
         self._prepared.optimizers.append(prepared)
         executors.add(prepared)
+        for schedule in self._prepared.schedules:
+            schedule.follow(self._prepared.optimizers)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedSchedule:
@@ -250,14 +252,11 @@ class Preparer:
         for known in self._prepared.schedules:
             if scheduler is known or scheduler is known.scheduler:
                 return known
-        followed = getattr(scheduler, "optimizer", None)
-        optimizers = self._prepared.optimizers
-        own = [o for o in optimizers if followed is o or followed is o.optimizer]
         unit = self._settings.schedule_unit
         self._log_unit(unit)
         prepared = PreparedSchedule(
             scheduler,
-            own or optimizers,
+            self._prepared.optimizers,
             self._accumulation,
             unit or "call",
             self._settings.accumulation.adjust_scheduler,

@@ -193,11 +193,12 @@ class MapLoader(Loader):
                 f"the dataset ({type(self.dataset).__name__}) is empty: there is no sample to read. "
                 "Check the file, the split and any filter that made it."
             )
-        row = self.total_batch_size
+        row, ranks = self.total_batch_size, self.batch.ranks
+        fits = f"a batch size of at most {count // ranks}" if count >= ranks else f"at most {count} processes"
         return (
             f"the dataset has {count} samples, and dataloader_drop_last=True drops an incomplete batch of "
-            f"{row} (batch size {self.batch.micro} x {self.batch.ranks} processes), so nothing is left. "
-            f"Use dataloader_drop_last=False or a batch size of at most {max(1, count // self.batch.ranks)}."
+            f"{row} (batch size {self.batch.micro} x {ranks} processes), so nothing is left. "
+            f"Use dataloader_drop_last=False or {fits}."
         )
 
     def _rows(self, update: int) -> SampleRows:
