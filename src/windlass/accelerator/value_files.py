@@ -98,7 +98,9 @@ def _save_nest(path: Path, values: Any) -> None:
     with contextlib.ExitStack() as stack:
         if found:
             new = stack.enter_context(files.replacing(path.with_suffix(_TENSORS)))
-            write_tensors(new, found, {_DIGEST: hashlib.sha256(text).hexdigest()}, files=files)
+            # transformers reads a file with metadata only if these name a format.
+            metadata = {"format": "pt", _DIGEST: hashlib.sha256(text).hexdigest()}
+            write_tensors(new, found, metadata, files=files)
         # Both are written before one of them is renamed.
         files.write(stack.enter_context(files.replacing(path)), [text])
 
