@@ -319,6 +319,7 @@ def bring_state_along(optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(parameter, Tensor):
             continue
         for key, value in state.items():
+            # Scalars are step counters, which torch's optimizers keep on the host, unless they are fused.
             if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
                 state[key] = value.to(parameter.device)
 

@@ -50,7 +50,7 @@ def checksum(sample: Any, begun: int = 0) -> int:
 WITNESSES = 4  # samples that are compared: enough to show samples that a buffer lost
 MAX_VALUES = 1_000_000  # of a state; it is copied, and written as JSON
 _CHEAP = 256  # values of a state, copied in some 20 us; one twice as large is taken at every second row
-_DEEPEST = 60
+_DEEPEST = 60  # levels of a state; less than checkpoints can nest, because it lies within other states there
 
 
 class Bookmark(TypedDict):
@@ -111,6 +111,7 @@ class Places:
 
     def __init__(self, dataset: Any) -> None:
         self._state: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
+        # Once there is a reason, no state is asked for again: `state_dict` may be expensive, and fail in each row.
         self._reason = why_without_state(dataset)
         self._newest: StreamPlace | None = None
         self._rows, self._stride = 0, 1
@@ -188,7 +189,7 @@ class _Copier:
             return value
         if isinstance(value, dict):
             return self._map(value, path)
-        if kind is list or kind is tuple:
+        if kind is list or kind is tuple:  # not subclasses: a named tuple would come back as a plain one
             return kind(self.copy(item, (*path, str(index))) for index, item in enumerate(value))
         if isinstance(value, torch.Tensor):
             self.values += value.numel()

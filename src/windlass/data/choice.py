@@ -124,6 +124,7 @@ class ReaderChoice:
         self._refuse_contradictions(ranks, dispatch)
         if dispatch and ranks > 1:
             alone = copy.copy(self)
+            # The main process reads without exchanges: other ranks may have no data.
             alone._data_ranks = Gang()
             is_stream = isinstance(self._dataset, IterableDataset) and not _iterates_in_its_own_way(
                 self._loader

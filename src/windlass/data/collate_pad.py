@@ -170,6 +170,7 @@ def pad_quietly(tokenizer: Any, features: Features, **options: Any) -> Any:
     warnings = getattr(tokenizer, "deprecation_warnings", None)
     if warnings is None:  # a feature extractor
         return tokenizer.pad(features, **options)
+    # How transformers remembers that it has given this advice.
     before = warnings.get(_FAST_WARNING, False)
     warnings[_FAST_WARNING] = True
     try:

@@ -214,7 +214,7 @@ def _sizes(costs: list[float], count: int) -> list[int]:
         return [1] * len(costs) + [0] * (count - len(costs))
     even = [share(len(costs), count, group) for group in range(count)]
     low, high = costs[0], max((end - start) * costs[start] for start, end in even)
-    for _ in range(40):
+    for _ in range(40):  # halvings: the limit is exact to 1e-12 of its first range
         limit = (low + high) / 2
         if _greedy(costs, limit, count) is None:
             low = limit

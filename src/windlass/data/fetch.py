@@ -24,6 +24,7 @@ _TORCH = torch.default_generator
 _draw_python = random.random
 # Without the conversions of `random.getstate` and `random.setstate`.
 _state_of_python, _set_python = super(random.Random, _PYTHON).getstate, super(random.Random, _PYTHON).setstate
+# Of the C library that this process has loaded.
 _compare_memory = ctypes.CDLL(None).memcmp
 _compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -64,6 +65,7 @@ class DrawWatch:
         torch_state = _TORCH.get_state()
         self.drew = (
             _draw_python() != self._draw_twin()
+            # `gauss` makes two numbers of two draws and keeps the second: its next call draws nothing.
             or _PYTHON.gauss_next is not self._gauss
             or self._twister.tobytes() != self._numpy
             or _compare_memory(torch_state.data_ptr(), self._torch.data_ptr(), torch_state.numel()) != 0
@@ -113,6 +115,7 @@ class Fetch:
         self._reseed_collator = collator_reseeder(self._collate)
 
     def __getstate__(self) -> dict[str, Any]:
+        # The first is a method of this process's dataset, and a function within a function cannot be sent.
         return {k: v for k, v in self.__dict__.items() if k not in ("_read_many", "_reseed_collator")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # in a worker that was spawned
@@ -160,7 +163,7 @@ class Fetch:
         """Read and collate, seeding before each; the first batch shows if seeding is needed."""
         learning, epoch = self._quiet is None, self._epoch or 0
         drew, samples = False, []
-        for index in ids:
+        for index in ids:  # one at a time, also if the dataset reads many at once: each sample has a seed
             seed_generators(derive_seed(STREAM_SAMPLE, self._seed, epoch, index))
             before = fingerprint() if learning else None
             samples += self._one_by_one([index])

@@ -126,6 +126,7 @@ class PreparedLoader(DealtLoader):
         self._enter()
         if self.follower is not None:
             self.follower.begin(self)
+        # A loop that is left early closes this generator: the follower must not keep the loader as the active one.
         try:
             for dealt in self._read(epoch, start):
                 self._move_after(dealt, epoch)

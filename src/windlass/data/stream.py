@@ -57,6 +57,7 @@ class SharedStream:
         }  # a copy reads with workers of its own
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        # Used once: another pass may begin at the same place.
         held, self._held = self._held, None
         epoch, start, bookmark, private, _ = wanted
         if held is not None and held[0] == (epoch, start):
@@ -92,6 +93,7 @@ class SharedStream:
             return
         pool = self._idle if private else self._pool
         self._idle = None if private else self._idle  # passes at the same time have workers of their own
+        # Running workers hold the bookmark that they were started with.
         if pool is None or bookmark is not None:
             stream = _WorkerStream(self._cutter, bookmark, keep=not private)
             pool = DataLoader(stream, **worker_options(self._plan, self._plan.persistent_workers))

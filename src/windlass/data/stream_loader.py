@@ -116,6 +116,7 @@ class StreamLoader(Loader):
             self._dispatched = self._new_dispatched()
 
     def position_in(self, state: State) -> int:
+        # As many samples over all parts as when it was saved, divided among those of today.
         now = int(self._parts().get("parts", 1))
         return int(state["consumed"]) * int(state.get("parts", 1)) // now
 

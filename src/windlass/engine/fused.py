@@ -128,11 +128,13 @@ class FusedExecutor(NativeExecutor):
 
     def _run(self, what: Pass, loss: Tensor, retain_graph: bool = False) -> None:
         self._pass, self._square = what, None
+        # In each backward: a script may add groups, and loading a state replaces them.
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         before = self._clock.enter(BACKWARD)
         try:
             self._scaler.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             if what is not Pass.KEEP:
+                # What waits for other parameters to be reduced with them, which this backward did not reach.
                 for parameter in self.strategy.left_over():
                     self._use(parameter)
         finally:

@@ -315,6 +315,7 @@ class LossPolicy:
         )
         if self.script.complete:
             self._use_as_it_is()
+        # What was saved has been used: a further run of this Trainer measures its own first batch.
         self._saved, self.is_unreported = {}, settings.of_script and declared is None
 
     def _makes_logits(self) -> str | None:

@@ -184,6 +184,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def as_count(value: float, device: torch.device) -> Tensor:
     """A count as a scalar tensor on `device`, created there: the host would wait for a copy."""
+    # int64 as transformers passes it: a script may divide by it as a whole number, or compare it with one.
     whole = float(value).is_integer()
     return torch.full(
         (), int(value) if whole else value, dtype=torch.int64 if whole else torch.float32, device=device
