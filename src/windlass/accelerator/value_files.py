@@ -109,9 +109,8 @@ def _load_nest(path: Path) -> Any:
     files, beside = Files(), path.with_suffix(_TENSORS)
     text = files.read(path, strict_json.MAX_JSON_BYTES)
     tree = strict_json.parse(text, str(path))
-    if not beside.exists() or not has_references(
-        tree
-    ):  # else the tensors are of an earlier save, or of another file
+    # Values without tensors may have replaced such with tensors, or lie beside another file of that name.
+    if not beside.exists() or not has_references(tree):
         return decode(tree, {})
     with open_tensors(beside, files) as tensors:
         if tensors.metadata.get(_DIGEST) not in (None, hashlib.sha256(text).hexdigest()):
