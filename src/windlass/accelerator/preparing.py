@@ -114,7 +114,8 @@ class Preparer:
     def _prepare_models(
         self, models: list[nn.Module], placement: list[bool | None], evaluation_mode: bool = False
     ) -> list[nn.Module]:
-        new = [m for m in models if self._prepared.strategy_of(m) is None]
+        # By identity: a script may pass one model under two names.
+        new = list({id(m): m for m in models if self._prepared.strategy_of(m) is None}.values())
         for model in new:
             self._check_model(model)
         placed = {
