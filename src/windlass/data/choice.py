@@ -27,10 +27,16 @@ from windlass.data.collate_pad import plain_collate
 from windlass.data.dealt_rows import BatchRows, Rows, SampleRows
 from windlass.data.dispatch import Dispatched
 from windlass.data.fetch import Fetch, FetchItem
-from windlass.data.foreign_loader import loader_length
 from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.map_reader import MapReader
-from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder, ordering_parts
+from windlass.data.order import (
+    Order,
+    RandomOrder,
+    SamplerOrder,
+    SequentialOrder,
+    known_length,
+    ordering_parts,
+)
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
 from windlass.data.seeding import set_epochs
@@ -71,7 +77,7 @@ class PassthroughReader:
         return unit == self.unit
 
     def count(self, epoch: int, start: int = 0) -> int | None:
-        whole = loader_length(self._loader)
+        whole = known_length(self._loader)
         return None if whole is None else max(whole - start, 0)
 
     def position(self, epoch: int, batches: int) -> int:

@@ -39,6 +39,16 @@ def sample_lengths(dataset: Any, column: str = "length", tokens: str = "input_id
     return known[key]
 
 
+def known_length(data: Any) -> int | None:
+    """Samples of a dataset, or batches of a loader; None if unknown. A class may have a `__len__` that only some of its
+    objects know: `ChainDataset`, which `stream + stream` makes, adds the lengths of its parts.
+    """
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _measure(dataset: Any, column: str, tokens: str) -> Any:
     columns = getattr(dataset, "column_names", None)
     if columns is not None and hasattr(dataset, "select_columns"):

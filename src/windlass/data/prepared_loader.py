@@ -14,7 +14,7 @@ from windlass.core.trees import send_to_device
 from windlass.core.types import State
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
-from windlass.data.order import ordering_parts
+from windlass.data.order import known_length, ordering_parts
 from windlass.data.seeding import Sandbox, set_epochs
 from windlass.dist.beacon import AFTER, beacon
 
@@ -163,9 +163,12 @@ class PreparedLoader(DealtLoader):
         self.remainder = self._known_remainder()
 
     def _known_remainder(self) -> int:
-        if self._drops_last or not self.total_batch_size or not hasattr(self.dataset, "__len__"):
-            return -1
-        return self.total_dataset_length % self.total_batch_size
+        samples = known_length(self.dataset)
+        return (
+            -1
+            if self._drops_last or not self.total_batch_size or samples is None
+            else samples % self.total_batch_size
+        )
 
     def _move_after(self, row: DealtBatch, epoch: int) -> None:
         super()._move_after(row, epoch)
@@ -177,7 +180,7 @@ class PreparedLoader(DealtLoader):
 
     @property
     def num_samples(self) -> int | None:
-        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        return known_length(self.dataset)
 
     def _training_pass(self, epoch: int, start: int, accumulation: int) -> Iterator[DealtBatch]:
         """The default generators are unchanged after each batch, whatever the reader and the user's code draw."""
