@@ -164,11 +164,9 @@ class PreparedLoader(DealtLoader):
 
     def _known_remainder(self) -> int:
         samples = known_length(self.dataset)
-        return (
-            -1
-            if self._drops_last or not self.total_batch_size or samples is None
-            else samples % self.total_batch_size
-        )
+        if self._drops_last or not self.total_batch_size or samples is None:
+            return -1
+        return samples % self.total_batch_size
 
     def _move_after(self, row: DealtBatch, epoch: int) -> None:
         super()._move_after(row, epoch)
