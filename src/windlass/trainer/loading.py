@@ -15,9 +15,9 @@ from windlass.config.plan import BatchPlan, CallPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.types import State
 from windlass.data.dealt_loader import DealtLoader
-from windlass.data.foreign_loader import ForeignLoader, loader_length
+from windlass.data.foreign_loader import ForeignLoader
 from windlass.data.loader import Loader
-from windlass.data.order import Order, build_order
+from windlass.data.order import Order, build_order, known_length
 from windlass.data.prepare import build_eval_loader, build_train_loader, is_stream
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.update_batch import GroupSource
@@ -47,7 +47,7 @@ def training_loader(
 
 def training_order(plan: CallPlan, dataset: Any) -> Order | None:
     """The order of a map-style dataset as the arguments ask for it; None for one without a length."""
-    if dataset is None or is_stream(dataset) or not hasattr(dataset, "__len__"):
+    if dataset is None or is_stream(dataset) or known_length(dataset) is None:
         return None
     return build_order(dataset, plan.data, plan.batches)
 
@@ -150,7 +150,7 @@ def group_source(plan: CallPlan, data_ranks: Gang, loader: Any, position: State 
         loader.agree(data_ranks, position)
     if isinstance(loader, DealtLoader):
         return loader
-    lengths = data_ranks.gather_objects(loader_length(loader))
+    lengths = data_ranks.gather_objects(known_length(loader))
     longest = None if None in lengths else max(lengths)
     data = plan.data
     return ForeignLoader(loader, plan.batches, data.seed, longest, start_timeout=data.start_timeout)
