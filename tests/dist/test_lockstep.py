@@ -71,9 +71,7 @@ def rounds_begun_ahead(gang: Gang) -> None:
     longest = 2 * (gang.size - 1)
     mine = [*range(2 * gang.rank), *[None] * (longest - 2 * gang.rank)]
     assert seen == [(item, sum(2 * rank > n for rank in range(gang.size))) for n, item in enumerate(mine)]
-    assert rounds.under_way
-    rounds.close()
-    assert not rounds.under_way
+    assert rounds.under_way  # what was begun may be dropped
 
 
 def a_rank_that_left_answers(gang: Gang) -> None:

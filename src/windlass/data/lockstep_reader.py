@@ -67,26 +67,23 @@ class LockstepReader:
         for _ in range(_AHEAD):
             self._begin(rounds, mine)
         done, stand_in = start, None
-        try:
-            current = self._checked(rounds)
-            if current.going_on and not start:
-                self._refuse_rank_without_any(current)
-            while current.going_on:
-                following = self._checked(rounds)
-                self._begin(rounds, mine)
-                done, stand_in = done + 1, current.item.dealt or stand_in or self._any(epoch)
-                shares = tuple(map(int, current.sums[: self._data_ranks.size]))
-                yield replace(
-                    stand_in,
-                    shares=shares,
-                    end=done,
-                    last=not following.going_on,
-                    ids=[],
-                    filler=not shares[self._data_ranks.rank],
-                )
-                current = following
-        finally:
-            rounds.close()  # every rank has begun these, so every rank can end them
+        current = self._checked(rounds)
+        if current.going_on and not start:
+            self._refuse_rank_without_any(current)
+        while current.going_on:
+            following = self._checked(rounds)
+            self._begin(rounds, mine)
+            done, stand_in = done + 1, current.item.dealt or stand_in or self._any(epoch)
+            shares = tuple(map(int, current.sums[: self._data_ranks.size]))
+            yield replace(
+                stand_in,
+                shares=shares,
+                end=done,
+                last=not following.going_on,
+                ids=[],
+                filler=not shares[self._data_ranks.rank],
+            )
+            current = following
 
     def count(self, epoch: int, start: int = 0) -> int | None:
         return self._reader.count(epoch, self._reader.position(epoch, start))

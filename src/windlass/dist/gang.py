@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,58 +26,12 @@ from windlass.core.mesh import VIEWS, Mesh, View
 from windlass.core.threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, beacon, waiting
+from windlass.dist.ending import ends_in_error, keep_groups_open, prepare_end
 from windlass.dist.listening import is_loopback, keep_gloo_on_loopback, open_store
 from windlass.dist.process_groups import ProcessGroups
+from windlass.dist.sums import DoneSum, Pending, SumUnderWay
 from windlass.dist.watchdog import watch
 from windlass.dist.wire import Streamed, gather, own_stream, stream
-
-
-class Pending(Protocol):
-    """A sum under way: `wait` gives its result."""
-
-    def wait(self) -> list[float]: ...
-
-
-class _Done(list[float]):
-    """The sums over a gang of one."""
-
-    def wait(self) -> list[float]:
-        return self
-
-
-class _Buffer:
-    """Numbers that a sum under way reads and writes; kept and used again for the life of the process.
-
-    The thread that ends the sum drops its reference to the tensor. Were it the last but Python's, it would enter Python
-    to do so, and take locks there: a data worker forked at that instant would never run (see `core.threads`). A
-    view holds the tensor from the side of C++ as long as this object lives.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.tensor = torch.zeros(length, dtype=torch.float64)
-        self.numbers = self.tensor.numpy()
-        self._holder = self.tensor[:]
-
-
-class _InFlight:
-    _free: ClassVar[dict[int, list[_Buffer]]] = {}
-
-    def __init__(self, values: list[float], group: Any) -> None:
-        free = self._free.setdefault(len(values), [])
-        self._buffer = free.pop() if free else _Buffer(len(values))
-        self._buffer.numbers[:] = values
-        self._work = dist.all_reduce(self._buffer.tensor, group=group, async_op=True)
-        self._sums: list[float] | None = None
-
-    def wait(self) -> list[float]:
-        if self._sums is None:
-            if not self._work.is_completed():
-                with waiting("sum of counts over ranks"):
-                    self._work.wait()
-            self._work.wait()  # gives at once, or raises what went wrong
-            self._sums = self._buffer.numbers.tolist()
-            self._free[len(self._sums)].append(self._buffer)
-        return self._sums
 
 
 class Gang:
@@ -134,7 +88,7 @@ class Gang:
 
     def start_sum(self, values: list[float]) -> Pending:
         """Begin summing a few numbers over ranks, each for itself, in double precision."""
-        return _Done(values)
+        return DoneSum(values)
 
     def sum_on_device(self, value: Tensor) -> Tensor:
         """Sum over ranks of a tensor that lies where gradients lie, in place, without the host waiting for it."""
@@ -269,7 +223,7 @@ class ProcessGang(Gang):
         return value
 
     def start_sum(self, values: list[float]) -> Pending:
-        return _InFlight(values, self._host)
+        return SumUnderWay(values, self._host)
 
     def sum_on_device(self, value: Tensor) -> Tensor:
         with waiting("sum over ranks (device)"):
@@ -369,6 +323,8 @@ def join(
     if device.type in _ALONE and world.is_distributed:
         fix = f"{_ALONE[device.type]}: start one process, or use_cpu=True"
         raise ConfigError(Problem("WORLD_SIZE", world.size, fix))
+    if world.is_distributed:
+        prepare_end()
     watch(os.environ, timeout_seconds)
     if not world.is_distributed:
         return Gang(world)
@@ -450,7 +406,8 @@ def _world_of_group() -> World:
 
 
 def leave() -> None:
-    """Close the process group, if one is open. Also done when the process ends.
+    """Close the process group, if one is open. Also done when the process ends. After an error, in which this rank may
+    have left a collective, the group stays open until then.
 
     While anything holds the group its threads run on, and one that is there when the interpreter shuts down aborts
     the process, after a run that went well. Replicated models hold it from within reference cycles.
@@ -460,6 +417,9 @@ def leave() -> None:
         _joined.close()
         _joined = None
     atexit.unregister(leave)
+    if dist.is_initialized() and (ends_in_error() or not SumUnderWay.all_end()):
+        keep_groups_open()
+        return
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

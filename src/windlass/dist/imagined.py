@@ -17,8 +17,9 @@ from torch import Tensor
 
 from windlass.core.tensors import is_fake
 from windlass.core.world import World
-from windlass.dist.gang import Gang, Pending, ProcessGang, in_place_of_joined
+from windlass.dist.gang import Gang, ProcessGang, in_place_of_joined
 from windlass.dist.process_groups import ProcessGroups
+from windlass.dist.sums import Pending
 from windlass.dist.variables import environment_of
 
 MACHINE = 8

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from windlass.core.errors import PeerError
-from windlass.dist.gang import Gang, Pending
+from windlass.dist.ending import lost_another_rank
+from windlass.dist.gang import Gang
+from windlass.dist.sums import Pending
 
 T = TypeVar("T")
 _FAILED = "failed"
@@ -51,11 +53,6 @@ class Lockstep(Generic[T]):
         going_on, *sums = pending.wait()
         return Round(item, int(going_on), sums)
 
-    def close(self) -> None:
-        """Wait for all rounds that were begun: one that is under way could outlive the process group."""
-        while self._begun:
-            self.end()
-
 
 def answer_until_all_are_done(gang: Gang, width: int) -> None:
     """Take part in rounds of `width` numbers, for a rank that has left, until no other rank goes on."""
@@ -88,6 +85,8 @@ def telling_others(gang: Gang) -> Iterator[None]:
     except PeerError:
         raise  # the others know already, and have left
     except Exception as error:
+        if lost_another_rank(error):
+            raise  # the others lose it too, and may be in another exchange
         with contextlib.suppress(Exception):  # the failure matters more than an error of reporting it
             gang.gather_objects({_FAILED: f"{type(error).__name__}: {error}"})
         raise

@@ -11,7 +11,8 @@ from windlass.core.run_clock import DATA, EXCHANGE, run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource, UpdateBatch, fill_up
 from windlass.dist.beacon import beacon
-from windlass.dist.gang import Gang, Pending
+from windlass.dist.gang import Gang
+from windlass.dist.sums import Pending
 from windlass.metrics.tokens import rows
 
 
@@ -95,14 +96,16 @@ class Feed:
             self._source.load_state_dict(position)
 
     def close(self) -> None:
-        """End the epoch, with or without data left, on all ranks."""
-        self._end_sum()
+        """End the epoch, with or without data left. The sum that was begun is not waited for: after an error, other
+        ranks may never join it.
+        """
+        self._ahead = None
         self._groups = iter(())  # workers that read for this epoch alone end with it
         self._epoch = None
 
     def again(self, accumulation: int, hooks: FeedHooks) -> UpdateBatch:
         """Read the last update again, in this many micro-batches, as the source cuts them now. In a world of one."""
-        self._end_sum()
+        self._ahead = None
         self._position_after = self._position_before
         self._reopen(accumulation)
         self._fetch(None, hooks)
@@ -137,12 +140,6 @@ class Feed:
         self._position_before, self._position_after = self._position_after, group.position
         self._fetch(None if group.last else group, hooks)
         return group
-
-    def _end_sum(self) -> None:
-        """Wait for the sum that was begun: one that is under way could outlive the process group."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[2] is not None:
-            ahead[2].wait()
 
     def _open(self, number: int) -> UpdateBatch | None:
         """Begin the epoch; return a group to use as a filler if the restored position is past this epoch."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from windlass.core.errors import DataError
+from windlass.dist.ending import lost_another_rank
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import Lockstep, answer_until_all_are_done
 
@@ -91,7 +92,7 @@ def _others_answered(
     """Unless `silent`, continue to answer if this rank leaves the body early: closed by its caller, or by an error."""
     try:
         yield
-    except (Exception, GeneratorExit):
-        if not silent:
+    except (Exception, GeneratorExit) as error:
+        if not (silent or lost_another_rank(error)):
             answer_until_all_are_done(all_ranks, len(signals()))
         raise

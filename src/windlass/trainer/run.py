@@ -16,6 +16,7 @@ from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import UPLOAD, run_clock
 from windlass.core.types import State, Stateful
 from windlass.data.update_batch import GroupSource
+from windlass.dist.ending import note_failure
 from windlass.dist.gang import Gang
 from windlass.engine.feed import Feed
 from windlass.engine.loop import Loop, LoopOptions
@@ -170,6 +171,8 @@ class Run(Interruptible):
 
     def broke_off(self, error: BaseException) -> None:
         """Give up the save under way, unless Ctrl-C ended the run, and record how it ended."""
+        if isinstance(error, Exception):
+            note_failure()
         if isinstance(error, Exception | SystemExit):
             self.checkpoints.abandon()
         self.reports.end(status_of(error), self.trained(), error)

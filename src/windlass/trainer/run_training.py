@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from torch.distributed import DistError
-
 from windlass.accelerator.saved_parts import check_savable
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
@@ -19,6 +17,7 @@ from windlass.core.script_command import resume_hint
 from windlass.core.types import TrainOutput
 from windlass.core.world import World
 from windlass.data.update_batch import UpdateBatch
+from windlass.dist.ending import lost_another_rank
 from windlass.engine.executor import StepResult
 from windlass.engine.feed import Counts
 from windlass.engine.loop import LoopHooks, Suspect
@@ -311,10 +310,6 @@ def _check_batches(faults: BatchFaults, group: UpdateBatch) -> None:
         faults.check(Fed("training", batch, ids))
 
 
-# Messages of process-group backends for a lost connection.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "remote process has terminated")
-
-
 @contextlib.contextmanager
 def telling_where(world: World, updates: Callable[[], int], mesh: Mesh | None = None) -> Iterator[None]:
     """Add the rank, its place in the mesh and its number of updates to errors of the body, in a job of several
@@ -327,6 +322,6 @@ def telling_where(world: World, updates: Callable[[], int], mesh: Mesh | None = 
             place = "" if mesh is None else mesh.place(world.rank)
             at = f" ({place})" if place else ""
             error.add_note(f"This was rank {world.rank} of {world.size}{at}, at step {updates()}.")
-            if isinstance(error, DistError) or any(words in str(error) for words in _LOST):
+            if lost_another_rank(error):
                 error.add_note("Another rank ended first, or never came: look for its own error.")
         raise

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from windlass.core.errors import ModelError
-from windlass.dist.gang import Gang, Pending
+from windlass.dist.gang import Gang
+from windlass.dist.sums import Pending
 from windlass.transforms.wrapping import listed
 
 _SHOWN = 10

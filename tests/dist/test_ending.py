@@ -1,0 +1,82 @@
+"""A rank that fails while a collective is under way ends at once, with its own exit code, and so do the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.dist.launch import ROOT
+
+from windlass.dist.ending import lost_another_rank
+
+HANG = 60  # seconds; the groups' own limit is 600
+
+
+def ends_of(script: Path, *arguments: str, ranks: int = 2) -> list[tuple[int, str]]:
+    """Run `script` on ranks that nobody ends when one of them fails; return exit codes, and what they printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env={
+                **os.environ,
+                **job,
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            }
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=HANG)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("ends", "code"), [("uncaught", 1), ("after leave", 1), ("caught", 3), ("noted", 3)])
+def test_a_rank_that_failed_does_not_wait_for_a_sum_that_no_other_rank_joins(ends: str, code: int) -> None:
+    (own, said), (other, lost) = ends_of(Path(__file__).with_name("failing_rank.py"), ends)
+    assert own == code, said
+    assert ("ValueError: my own mistake" in said) == (code == 1)
+    assert other == 1, lost
+    assert "Connection closed by peer" in lost or "Connection reset by peer" in lost
+    assert "terminate called" not in said + lost
+
+
+@pytest.mark.dist
+def test_a_callback_that_raises_on_one_rank_ends_both(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "trainer" / "failing_ranks.py"
+    (other, lost), (own, said) = ends_of(script, str(tmp_path))
+    assert (own, other) == (1, 1), said + lost
+    assert "ValueError: a callback's own mistake" in said
+    assert "This was rank 1 of 2, at step 2." in said
+    assert "Another rank ended first" in lost
+
+
+@pytest.mark.dist
+def test_a_loss_that_raises_while_another_rank_reads_data_ends_both(tmp_path: Path) -> None:
+    """The sum of counts that the failing rank began is one that the other has not joined."""
+    (other, lost), (own, said) = ends_of(ROOT / "tests" / "trainer" / "slow_data_ranks.py", str(tmp_path))
+    assert (own, other) == (1, 1), said + lost
+    assert "ValueError: my own mistake" in said
+    assert "Another rank ended first" in lost
+
+
+def test_the_error_of_a_lost_connection_is_known() -> None:
+    assert lost_another_rank(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4"))
+    assert not lost_another_rank(ValueError("my own mistake"))
