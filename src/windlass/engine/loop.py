@@ -39,8 +39,8 @@ class LoopHooks(FeedHooks):
 
     steps: StepHooks  # what an update calls
 
-    def epoch_begin(self) -> None:
-        """Called when the run enters an epoch."""
+    def epoch_begin(self, resumed: bool) -> None:
+        """Called when the run enters an epoch; `resumed` if another process had begun it."""
 
     def data_ahead(self) -> None:
         """Called before the data of the next update is requested."""
@@ -135,10 +135,10 @@ class Loop:
         self._beacon.call(f"{AFTER}training")
 
     def _run_epoch(self, hooks: LoopHooks) -> None:
-        if not self._epoch_open:
-            self._epoch_open = True
+        resumed, self._epoch_open = self._epoch_open, True
+        if not resumed:
             self._progress.control.should_epoch_stop = False  # which a callback set in the last one
-            hooks.epoch_begin()
+        hooks.epoch_begin(resumed)
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
         self._beacon.call("read data")
