@@ -184,8 +184,8 @@ _LOSSES: dict[str, Callable[[PairTerms, DPOConfig], Tensor]] = {
 
 
 # Two counts in one number, which the engine adds up over an update: pairs times this, and tokens. The sum is exact for
-# 67 million pairs and as many tokens. An int: the quotient of a tensor of ints and a float would be of the default type,
-# and that of single precision has 24 bits.
+# 67 million pairs and as many tokens. An int: a tensor of ints divided by a float is of the default type, and single
+# precision has 24 bits.
 _TOKENS = 2**26
 
 
