@@ -1186,7 +1186,7 @@ class Trainer:
             direction: "minimize" or "maximize"; a list for several objectives.
             backend: "optuna", "random" or "grid"; "ray" and "wandb" name the words of the space. By default optuna if
                 it is installed, else random.
-            hp_name: trial -> name of its run and its folder.
+            hp_name: trial -> name of its run and its folder, another one for each trial.
             **kwargs: `sampler`, `pruner`, `study_name` of optuna; `seed`, `pruner="median"` of the others.
 
         Returns:
