@@ -151,7 +151,7 @@ def tokenizer() -> Any:
 
 def both(
     folder: Path, kind: str, model: Any, rows: list[dict[str, Any]], drawn: dict[str, Any], **given: Any
-) -> list[Any]:
+) -> tuple[Any, Any]:
     """Our trainer and theirs after training, on models and data of their own. `given`: functions that make the other
     arguments.
     """
@@ -171,7 +171,8 @@ def both(
         trainer.train()
         trainer.save_model()
         made.append(trainer)
-    return made
+    ours, theirs = made
+    return ours, theirs
 
 
 def log(trainer: Any) -> list[dict[str, Any]]:
