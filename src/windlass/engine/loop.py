@@ -141,7 +141,6 @@ class Loop:
         hooks.epoch_begin(resumed)
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
-        self._beacon.call("read data")
         with contextlib.closing(self._feed):
             # A run that was resumed after the last update of an epoch, or after a stop, makes no update in it.
             while not (self._data_spent or self._leaves_epoch()):
@@ -159,7 +158,7 @@ class Loop:
             logger.warning("epoch %d has no data for an update: training stops", self._epoch)
         self._close_epoch(hooks)
 
-    # True while nothing would be lost if the process exited.
+    # True while nothing would be lost if the process exited. Read by signal handlers, at any instant.
     waits_for_data = False
 
     def _close_epoch(self, hooks: LoopHooks) -> None:
