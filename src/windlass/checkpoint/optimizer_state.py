@@ -159,6 +159,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
                 group[key] = _placed(value, group.get(key), None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            # Not earlier: a state that is refused leaves the optimizer as it was.
             if parameter in fresh:
                 optimizer.state[parameter] = fresh.pop(parameter)
             if not isinstance(parameter, Absent):

@@ -79,7 +79,7 @@ class LowRankOptimizer(PerParameterOptimizer):
         if not group["projected"]:
             move(parameter, self.displacement(grad, state, group), decay)
             return
-        grad = whole(grad)
+        grad = whole(grad)  # its singular vectors are not those of its parts
         if (state["step"] - 1) % group["update_proj_gap"] == 0:
             state.update(bases(grad, group["rank"], group["proj_type"]))
         inner = self.displacement(down(grad, state), state, group)
