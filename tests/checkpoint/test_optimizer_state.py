@@ -207,6 +207,18 @@ def test_a_state_of_one_group_is_loaded_into_several() -> None:
     assert equal(model, other)
 
 
+def test_groups_without_parameters_keep_their_options_apart() -> None:
+    model = nn.Linear(2, 2)
+
+    def with_rates(*rates: float) -> torch.optim.Optimizer:
+        members = (list(model.parameters()), [], [])
+        return torch.optim.SGD([{"params": own, "lr": lr} for own, lr in zip(members, rates, strict=True)])
+
+    state = save_optimizer_state(with_rates(0.1, 0.2, 0.3), model)
+    load_optimizer_state(loaded := with_rates(1.0, 1.0, 1.0), model, state)
+    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.2, 0.3]
+
+
 def test_a_parameter_outside_the_model_is_refused() -> None:
     stray = nn.Parameter(torch.ones(7))
     with pytest.raises(CheckpointError, match=r"parameter 0 of group 0 \(shape \[7\]\)"):

@@ -7,9 +7,11 @@ import select
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from tests.dist.launch import ROOT, end_all, end_of
 
 from windlass.dist.beacon import Beacon
@@ -85,6 +87,20 @@ def test_a_process_ends_while_a_thread_is_in_a_call_of_the_store(thread: str) ->
     finally:
         end_all(job)
     assert job.returncode == 0, errors.decode()
+
+
+def test_marks_are_published_in_each_process_group_that_a_script_opens() -> None:
+    others = OtherRanks({"RANK": "0", "WORLD_SIZE": "2"}, report_after=0.06)
+    try:
+        for _ in range(2):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            try:
+                others.publish(Beacon().mark())
+                dist.distributed_c10d._get_default_store().wait(["windlass/mark/0"], timedelta(seconds=60))
+            finally:
+                dist.destroy_process_group()
+    finally:
+        others.end()
 
 
 def test_what_is_no_wait_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, NonFiniteError
 from windlass.optim.optimizers.apollo_adamw import ApolloAdamW
 from windlass.optim.optimizers.galore_adafactor import GaLoreAdafactor
 from windlass.optim.optimizers.galore_adamw import GaLoreAdamW
@@ -231,3 +231,11 @@ def test_half_precision_is_rounded_once() -> None:
     for parameter in (weight, wide):
         GaLoreAdamW(projected(parameter), lr=0.1, rank=2, weight_decay=0.1).step()
     assert torch.equal(weight, wide.bfloat16())
+
+
+def test_a_gradient_that_is_not_finite_is_named_as_the_cause() -> None:
+    """A run would find it out one update later, and stop for an error of linear algebra before."""
+    with pytest.raises(
+        NonFiniteError, match=r"gradient of a projected weight of shape \[3, 2\] is not finite"
+    ):
+        bases(torch.full((3, 2), float("nan")), 1, "std")

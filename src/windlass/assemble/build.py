@@ -65,6 +65,7 @@ def build(
     apply_transforms(model, plan.transforms, plan.precision.float8)
     if plan.dist.zero is not None:
         return _build_engine(model, create, plan, device, loss_ranks)
+    # Before the parameters are replaced by sharded ones: `early` has the old ones, which are known by their names.
     names = names_of(model)
     strategy = spread(model, plan.dist, loss_ranks, device, plan.optimizer.in_backward)
     if early is not None and strategy.sharded:

@@ -145,6 +145,7 @@ def resolve_duration(args: TrainingArguments, facts: Facts) -> DurationPlan:
         epochs = math.ceil((args.max_steps - surplus) / per_epoch) if per_epoch else MAX_STEPS
         return DurationPlan(args.max_steps, args.get_warmup_steps(args.max_steps), epochs, per_epoch)
     assert per_epoch is not None, "a stream without max_steps is refused by the rules"
+    # A run whose epochs were shortened below what it has made is complete, and makes no further update.
     made = 0 if facts.resumed is None else facts.resumed.steps
     steps = max(math.ceil(args.num_train_epochs * per_epoch) + surplus, made)
     return DurationPlan(steps, args.get_warmup_steps(steps), math.ceil(args.num_train_epochs), per_epoch)

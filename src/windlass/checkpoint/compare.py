@@ -111,6 +111,7 @@ def _tensor_difference(one: StoredTensors, other: StoredTensors, where: str, nam
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     largest = torch.zeros((), dtype=torch.float64)
+    # Cast to real numbers, complex ones would lose their imaginary parts.
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     for start in range(0, a.numel(), _PIECE):
         piece = a[start : start + _PIECE].to(wide) - b[start : start + _PIECE].to(wide)

@@ -42,24 +42,24 @@ Fingerprint = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a manifest says of one file: its size in bytes and its SHA-256 in lower-case hex."""
+    """The entry of one file in a manifest: its size in bytes and its SHA-256 in lower-case hex."""
 
     size: int
     sha256: str
 
 
 def is_disk_failure(error: BaseException | None) -> bool:
-    """Whether the system refused: `error`, or what caused it, is an `OSError`."""
+    """Return True if `error`, or what caused it, is an `OSError`, also of a library that turns it into text."""
     return _number_in(error) is not None
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is a disk without room."""
+    """Return True if the cause of `error` is a disk without room, or a used-up quota."""
     return _number_in(error) in _FULL_ERRNOS
 
 
 def is_unreachable(error: BaseException | None) -> bool:
-    """Whether a file may be there that cannot be looked at now: not if it is missing, or another user's."""
+    """Return True if a file may exist that cannot be read now. A missing file, or one without permission, is not."""
     return _number_in(error) not in _SETTLED_ERRNOS
 
 

@@ -86,6 +86,7 @@ class Segment:
         if self.home is None:
             return False
         with contextlib.suppress(OSError):
+            # A file that was replaced under this name since must not get into another checkpoint.
             if _stamp(self.home) == self.stamp:
                 files.link(self.home, target)
                 return True

@@ -97,6 +97,7 @@ def _look_for_marks(all_ranks: Gang, folder: Path, writes: bool) -> list[list[in
         # A rank that sees all marks need not wait; otherwise separate disks are likely.
         return all_ranks.gather_objects(_visible(folder, names))
     finally:
+        # Not before the second exchange: all ranks have looked then.
         if writes:
             with contextlib.suppress(OSError):
                 mark.unlink()

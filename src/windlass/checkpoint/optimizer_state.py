@@ -159,6 +159,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
                 group[key] = _placed(value, group.get(key), None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            # Not earlier: a state that is refused leaves the optimizer as it was.
             if parameter in fresh:
                 optimizer.state[parameter] = fresh.pop(parameter)
             if not isinstance(parameter, Absent):
@@ -248,7 +249,9 @@ def match_groups(groups: Sequence[frozenset[str]], state: State) -> list[dict[st
     CheckpointError if the saved groups hold other parameters.
     """
     try:
-        saved = {frozenset(group["names"]): dict(group["options"]) for group in state["groups"]}
+        saved: dict[frozenset[str], list[dict[str, Any]]] = {}
+        for group in state["groups"]:
+            saved.setdefault(frozenset(group["names"]), []).append(dict(group["options"]))
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
             "the optimizer state is malformed: a group lacks its names or options"
@@ -263,7 +266,9 @@ def match_groups(groups: Sequence[frozenset[str]], state: State) -> list[dict[st
                 f"group {index} of the optimizer holds other parameters than any group in the checkpoint "
                 f"({shorten(moved) or 'some left it'}); build the groups as they were when it was saved"
             )
-        options.append(saved[members if members in saved else only])
+        found = saved[members if members in saved else only]
+        # Only groups without parameters can be equal: they are matched in their order.
+        options.append(found.pop(0) if len(found) > 1 else found[0])
     return options
 
 

@@ -226,6 +226,7 @@ class Mirror:
 
     def _info(self, name: str) -> CheckpointInfo | None:
         if name not in self._known:
+            # Not by `read` alone, for which a file that is missing and a service that fails are both an OSError.
             if not self.remote.has(f"{name}/{MANIFEST_NAME}"):
                 return None
             match = self._pattern.fullmatch(name)
@@ -317,6 +318,7 @@ class Mirror:
 
     def _remove(self, name: str) -> None:
         self._known.pop(name, None)
+        # The manifest first: what an interrupted removal leaves must not look complete.
         if self.remote.has(f"{name}/{MANIFEST_NAME}"):
             self.remote.remove(f"{name}/{MANIFEST_NAME}")
         self.remote.remove(name)
@@ -366,6 +368,7 @@ class Mirror:
                     self._send(self._loose, path)
 
     def _send(self, loose: RemoteFolder, path: Path) -> None:
+        # The state before it is read: what is appended meanwhile is sent the next time.
         name, status = path.relative_to(self.root).as_posix(), path.stat()
         version = status.st_size, status.st_mtime_ns
         if self._sent.get(name) == version:

@@ -401,6 +401,7 @@ def _owner(path: Path) -> str:
 def _lock(descriptor: int) -> None:
     """Acquire the system's lock if the file system has one; others hold it only for an instant, to check it."""
     if sys.platform != "win32":
+        # For half a second in all.
         for _ in range(50):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

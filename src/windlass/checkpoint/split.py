@@ -79,6 +79,7 @@ def stream_split(
         places.update(dict.fromkeys(part, name))
     size = {"total_size": sum(tensor.nbytes for tensor in shaped.values())}
     index = {"metadata": {**size, **with_aliases({}, aliases)}, "weight_map": places}
+    # Last: a reader that finds the index finds all files that it lists.
     with files.replacing(folder / SPLIT_INDEX_NAME) as new:
         text = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
         written[SPLIT_INDEX_NAME] = files.write(new, [text])

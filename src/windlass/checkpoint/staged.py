@@ -166,6 +166,7 @@ class StagedCheckpoint:
         if nodes > 1:
             self.files.write(self.folder / node_manifest_name(node), [text])
         self.files.write(self.folder / MANIFEST_NAME, [text])
+        # Before the rename: a power cut after it must not leave a folder of that name without these entries.
         self.files.sync_folder(self.folder)
         replaced = set_aside(self.target, self.files)
         try:

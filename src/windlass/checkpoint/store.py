@@ -179,6 +179,7 @@ class Store:
                 path = interim  # the process ended between the two renames of a replacement; the next save completes it
             if not path.is_dir():
                 raise CheckpointError("there is no such folder")
+            # The folder of a run in place of one of its checkpoints is a common mistake.
             if not (path / MANIFEST_NAME).exists() and (held := Store(path).folders()):
                 raise CheckpointError(
                     f"it holds checkpoints and is none itself: name one of them, such as {held[-1]}"
@@ -328,6 +329,7 @@ class Store:
         """Commit on the writer rank, after all ranks have sealed."""
         if self.is_writer:
             staged.commit(staged.serial or self._next_serial())
+            # The checkpoint that this one replaced is among them: until now it was the complete one of its name.
             self._remove_leftovers()
 
     def drop(self, staged: StagedCheckpoint) -> None:
@@ -359,6 +361,7 @@ class Store:
         self.files.ensure_folder(self.root)
         self._recover()
         self._remove_leftovers()
+        # Now and not when the disk is full, which is at the end of a long write.
         free = self.files.free_bytes(self.root)
         if needed > free:
             raise OSError(

@@ -47,7 +47,7 @@ class VerifiedFiles(Files):
 def hand_over(info: CheckpointInfo) -> Handover:
     """A verified checkpoint as plain values, for ranks that are to trust this one's verification."""
     manifest = manifest_bytes(info.step, info.world_size, info.files, info.meta, info.serial)
-    seen = {name: list(stood) for name, stood in info.seen.items()}
+    seen = {name: list(state) for name, state in info.seen.items()}
     held = {"nodes": info.nodes, "held": list(info.held)}
     return {"path": str(info.path), "manifest": manifest.decode("ascii"), "seen": seen, **held}
 
@@ -55,5 +55,5 @@ def hand_over(info: CheckpointInfo) -> Handover:
 def take_over(handover: Handover) -> CheckpointInfo:
     """What `hand_over` gave, on another rank."""
     info = parse_manifest(Path(handover["path"]), handover["manifest"].encode("ascii"))
-    seen = {name: (stood[0], stood[1], stood[2], stood[3]) for name, stood in handover["seen"].items()}
+    seen = {name: (state[0], state[1], state[2], state[3]) for name, state in handover["seen"].items()}
     return replace(info, seen=seen, nodes=handover["nodes"], held=tuple(handover["held"]))

@@ -354,6 +354,7 @@ def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
         "managed_gradient_accumulation": False,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        # Practically never: the run logs its steps itself.
         "steps_per_print": kept.get("steps_per_print") or 1 << 62,
     }
 

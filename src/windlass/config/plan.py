@@ -140,6 +140,7 @@ class UpdateSize:
         """The same update, in micro-batches of at most `limit` samples."""
         if limit >= self.micro:
             return self
+        # Of a size that divides them, all micro-batches are equally long, and no sample moves to another update.
         samples = self.micro * self.accumulation
         micro = max(size for size in range(1, limit + 1) if samples % size == 0)
         asked = self.asked_micro or self.micro

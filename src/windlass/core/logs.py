@@ -76,14 +76,14 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 class JobLogger(logging.LoggerAdapter[logging.Logger]):
-    """Speaks on the main process only."""
+    """Logs on the main process only."""
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 (the name is the standard library's)
         return world_from_environment().is_main and super().isEnabledFor(level)
 
 
 def get_job_logger(name: str) -> JobLogger:
-    """A logger for what all processes of a job find out alike, and one says for all."""
+    """A logger for messages that are the same on all processes of a job: the main process logs them."""
     return JobLogger(get_logger(name), {})
 
 

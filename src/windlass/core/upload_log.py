@@ -28,6 +28,7 @@ def note_upload(folder: Path, what: str, step: int | None, problem: str = "") ->
     with contextlib.suppress(OSError):
         descriptor = os.open(folder / UPLOADS, flags, 0o666)
         try:
+            # A whole line in one write to its end (O_APPEND): those of two processes do not mix.
             os.write(descriptor, json.dumps(row).encode() + b"\n")
         finally:
             os.close(descriptor)

@@ -85,7 +85,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def hashed(text: str) -> str:
-    """By which equal texts are known without being shown."""
+    """The SHA-256 of a text: equal secrets are recognised by it without being shown."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -40,6 +40,7 @@ class FlatParts(InParts):
     def whole(self) -> Tensor:
         """All elements, in the tensor's shape, on every rank. Collective."""
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        # `all_gather` takes parts of one length.
         own = self.mine.new_zeros(max((count for _, _, count in self.pieces), default=0))
         own[: self.mine.numel()] = self.mine
         found = [own]

@@ -27,7 +27,8 @@ class Round(Generic[T]):
 
 
 class Lockstep(Generic[T]):
-    """Rounds in which every rank says whether it goes on, and sends a few numbers. Collective: as many on each rank.
+    """Rounds in which every rank reports whether it has more data, and sends a few numbers. Collective: as many on each
+    rank.
 
     A round is one sum on the host. It can be begun before it is needed, so that the numbers travel while the device
     works. A rank without data goes on taking part until no rank has any; what it does meanwhile is the caller's choice:
@@ -64,8 +65,8 @@ def answer_until_all_are_done(gang: Gang, width: int) -> None:
 
 
 def exchange_messages(gang: Gang, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's message; the meeting point at which a rank learns that another one failed. Raises PeerError if
-    another rank failed in `telling_others` instead; its words are quoted.
+    """Every rank's message. Raises PeerError, with the errors, if another rank failed in `telling_others` instead of
+    sending one.
     """
     messages: list[dict[str, Any]] = gang.gather_objects(message)
     failures = [f"rank {rank}: {m[_FAILED]}" for rank, m in enumerate(messages) if _FAILED in m]

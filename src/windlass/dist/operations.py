@@ -92,6 +92,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -
     for part in own:
         whole = part.detach().contiguous()
         dist.broadcast(whole, group=_group(part, gang), group_src=from_process)
+        # Backends take dense tensors: of one with gaps a copy travelled.
         if whole.data_ptr() != part.data_ptr():
             part.detach().copy_(whole)
     return tensor

@@ -187,6 +187,7 @@ def _joined(tensor: DTensor) -> Tensor:
     for axis, dim, before in reversed(_cuts(tensor, place)):
         ranks = mesh.size(axis)
         chunk = -(-before // ranks)
+        # `all_gather` takes parts of one length.
         padding = list(mine.shape)
         padding[dim] = chunk - mine.shape[dim]
         padded = torch.cat([mine, mine.new_zeros(padding)], dim).contiguous()

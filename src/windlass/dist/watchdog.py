@@ -208,9 +208,13 @@ class OtherRanks:
 
     def publish(self, mark: Mark) -> None:
         """Let ranks that cannot read the folder know the mark of this one."""
-        if self._world > len(self._lookouts) + 1 and self._board is None:
-            store = _store()
-            if store is not None:
+        store = _default_store()
+        if self._board is not None and self._board.origin is not store:
+            # The group was closed: its marks are of earlier work, and those of the next one are in another store.
+            self._board.end()
+            self._board, self._marks, self._silent = None, {}, {}
+        if self._world > len(self._lookouts) + 1 and self._board is None and store is not None:
+            with contextlib.suppress(Exception):  # a store that cannot be cloned
                 self._board = _Board(store, self._rank, self._world, self._report_after * _PUBLISH)
         if self._board is not None:
             self._board.own = mark
@@ -259,10 +263,15 @@ _LAST_CALL_SECONDS = 5.0
 
 
 class _Board:
-    """The marks of all ranks in the store of the process group. A thread reads and writes: a store may not answer."""
+    """The marks of all ranks in the store of the process group. A thread reads and writes: a store may not answer.
 
-    def __init__(self, store: Any, rank: int, world: int, interval: float) -> None:
-        self._store, self._rank, self._world, self._interval = store, rank, world, interval
+    Attributes:
+        origin: the store, to which the thread has a connection of its own.
+    """
+
+    def __init__(self, origin: Any, rank: int, world: int, interval: float) -> None:
+        self.origin, self._store = origin, origin.clone()
+        self._rank, self._world, self._interval = rank, world, interval
         self.own: Mark | None = None
         self._others: dict[int, Mark] = {}
         self._wanted = False
@@ -282,7 +291,7 @@ class _Board:
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # the store has gone with the process that held it
-            while _store_is_open() and not self._ended.is_set():
+            while _default_store() is self.origin and not self._ended.is_set():
                 if self.own is not None:
                     self._store.set(f"windlass/mark/{self._rank}", json.dumps(self.own.to_json()))
                 if self._wanted:
@@ -296,17 +305,9 @@ class _Board:
                 yield rank, Mark.from_json(json.loads(self._store.get(key)))
 
 
-def _c10d() -> Any:
-    return sys.modules.get("torch.distributed.distributed_c10d")
-
-
-def _store_is_open() -> bool:
-    c10d = _c10d()
-    return c10d is not None and bool(c10d.is_initialized())
-
-
-def _store() -> Any:
-    """A connection of its own to the store of the process group; None if there is no group."""
-    with contextlib.suppress(Exception):  # torch built without distribution; a store that cannot be cloned
-        return _c10d()._get_default_store().clone() if _store_is_open() else None
+def _default_store() -> Any:
+    """The store of the process group; None if there is no group."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    with contextlib.suppress(Exception):  # torch built without distribution; a group that is closed meanwhile
+        return c10d._get_default_store() if c10d is not None and c10d.is_initialized() else None
     return None

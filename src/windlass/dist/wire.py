@@ -75,6 +75,7 @@ def gather(value: Any, group: Any = None) -> list[Any]:
         parcel = pack(value)
     except DataError as error:
         parcel = pack(None, {"error": str(error)})
+    # `all_gather` takes tensors of one length, so the lengths are exchanged first.
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([parcel.numel()]), group=group)
     lengths = [int(size) for size in sizes]

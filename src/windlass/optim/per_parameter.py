@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,20 @@ from windlass.dist.sharded import is_sharded, local, part
 _LOW = (torch.float16, torch.bfloat16)
 
 
-class PerParameterOptimizer(torch.optim.Optimizer):
+class CopiedOptimizer(torch.optim.Optimizer):
+    """An optimizer that is copied and pickled with its own attributes: PyTorch keeps the groups and their state alone.
+
+    Attributes:
+        copied: the names of those attributes.
+    """
+
+    copied: ClassVar[tuple[str, ...]] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied}}
+
+
+class PerParameterOptimizer(CopiedOptimizer):
     """An optimizer whose update of a parameter depends on nothing but that parameter, its gradient and its state.
 
     Attributes:
@@ -26,6 +39,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     """
 
     projects = False
+    copied = ("in_backward",)
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], in_backward: bool = False) -> None:
         self.in_backward = in_backward

@@ -126,6 +126,7 @@ class FactorSchedule(LRScheduler):
         """Set the learning rates of update `step` in the optimizer."""
         self.last_epoch = step
         groups = self.optimizer.param_groups
+        # A callback that unfreezes layers adds groups while the run goes on.
         if len(groups) != len(self.base_lrs):
             self._adopt_groups()
         if self._tensor_lrs:

@@ -29,6 +29,8 @@ class AnyPrecisionAdamW(ElementwiseOptimizer):
         keeps_small_updates: updates below the resolution of half-precision weights are not lost.
     """
 
+    copied = ("keeps_small_updates", "_compensates", "_rounds", "_dtypes")
+
     def __init__(
         self,
         params: ParamsT,

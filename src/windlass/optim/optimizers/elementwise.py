@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from windlass.core.errors import ModelError
 from windlass.dist.sharded import locals_of, sum_of_parts
-from windlass.optim.per_parameter import called
+from windlass.optim.per_parameter import CopiedOptimizer, called
 
 State = dict[str, Any]
 
@@ -52,7 +52,7 @@ class Batch:
         return sum_of_parts([value.sum() for value in values], self.parameters)
 
 
-class ElementwiseOptimizer(Optimizer):
+class ElementwiseOptimizer(CopiedOptimizer):
     """Subclasses define `start_state` and `update`. Raises ValueError if an option is outside its range."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:

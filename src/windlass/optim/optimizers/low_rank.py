@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.core.errors import Problem, refuse
+from windlass.core.errors import NonFiniteError, Problem, refuse
 from windlass.core.logs import get_logger
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.options import read_options
@@ -79,7 +79,7 @@ class LowRankOptimizer(PerParameterOptimizer):
         if not group["projected"]:
             move(parameter, self.displacement(grad, state, group), decay)
             return
-        grad = whole(grad)
+        grad = whole(grad)  # its singular vectors are not those of its parts
         if (state["step"] - 1) % group["update_proj_gap"] == 0:
             state.update(bases(grad, group["rank"], group["proj_type"]))
         inner = self.displacement(down(grad, state), state, group)
@@ -151,10 +151,20 @@ def projected_sides(shape: Sequence[int], proj_type: str) -> tuple[str, ...]:
 
 def bases(grad: Tensor, rank: int, proj_type: str) -> dict[str, Tensor]:
     """The leading singular vectors of `grad` on the sides that are projected, by their key in the state: "left" of
-    shape (m, r) with orthonormal columns, "right" of shape (r, n) with orthonormal rows.
+    shape (m, r) with orthonormal columns, "right" of shape (r, n) with orthonormal rows. Raises NonFiniteError if
+    `grad` has none because it is not finite.
     """
     rank = rank_of(grad.shape, rank)
-    left, _, right = torch.linalg.svd(grad, full_matrices=False)
+    try:
+        left, _, right = torch.linalg.svd(grad, full_matrices=False)
+    except torch.linalg.LinAlgError as error:
+        # A run checks an update once the next one is under way, which this error would not let it come to.
+        if grad.isfinite().all():
+            raise
+        raise NonFiniteError(
+            f"the gradient of a projected weight of shape {list(grad.shape)} is not finite: correct the samples of "
+            "this update, lower the learning rate, or set nonfinite_policy to 'skip' or 'rollback'"
+        ) from error
     vectors = {"left": left[:, :rank], "right": right[:rank]}
     return {side: vectors[side].contiguous() for side in projected_sides(grad.shape, proj_type)}
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from windlass.core.logs import get_logger
 from windlass.optim.optimizers.options import recipe_of
-from windlass.optim.per_parameter import called
+from windlass.optim.per_parameter import CopiedOptimizer, called
 
 _log = get_logger(__name__)
 # Output layers by the names that models give them; transformers' models are asked for theirs.
@@ -27,7 +27,7 @@ _HEADS = re.compile(
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
-class MuonWithAdamW(Optimizer):
+class MuonWithAdamW(CopiedOptimizer):
     """Torch's Muon for the groups with `use_muon=True`, torch's AdamW for those with False.
 
     Args:
@@ -44,6 +44,7 @@ class MuonWithAdamW(Optimizer):
     """
 
     elementwise = False
+    copied = ("_inner",)
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class StableAdamW(ElementwiseOptimizer):
     """
 
     elementwise = False
+    copied = ("keeps_small_updates",)
 
     def __init__(
         self,

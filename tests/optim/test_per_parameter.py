@@ -1,0 +1,48 @@
+"""Copies of optimizers, which PyTorch makes of their groups and states alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.config.plan import OptimizerPlan
+from windlass.optim.groups import arranged, parameter_groups
+from windlass.optim.registry import make_optimizer, optimizer_factory
+
+NAMES = {
+    "adafactor": {}, "adalomo": {}, "lomo": {}, "muon": {}, "lion_32bit": {}, "ademamix": {}, "stable_adamw": {},
+    "grokadamw": {}, "schedule_free_adamw": {}, "adamw_torch_fused": {},
+    "adamw_anyprecision": {"bf16_stochastic_round": True}, "galore_adamw_layerwise": {},
+}  # fmt: skip
+
+
+def updated(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_continues_as_the_original(name: str, copied: Callable[[Any], Any]) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).bfloat16()
+    cls, kwargs = optimizer_factory(plan := OptimizerPlan(name, options=NAMES[name]))
+    optimizer = make_optimizer(arranged(model, cls, parameter_groups(model, plan)), cls, kwargs)
+    updated(model, optimizer, 1)
+    twin, of_twin = copied((model, optimizer))
+    for attribute in ("in_backward", "keeps_small_updates"):
+        assert getattr(of_twin, attribute, None) == getattr(optimizer, attribute, None)
+    for one, other in zip(
+        updated(model, optimizer, 2).parameters(), updated(twin, of_twin, 2).parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
