@@ -68,9 +68,9 @@ class StageLink:
         """The operation that receives a tensor into memory."""
         return dist.P2POp(dist.irecv, tensor, self.ranks.members[source], self.ranks.device_group)
 
-    def run(self, operation: dist.P2POp) -> None:
-        """Start an operation, and wait for it."""
-        for work in dist.batch_isend_irecv([operation]):
+    def run(self, *operations: dist.P2POp) -> None:
+        """Start operations together, and wait for them."""
+        for work in dist.batch_isend_irecv(list(operations)) if operations else ():
             work.wait()
 
     def start(self, operation: dist.P2POp) -> None:
