@@ -150,9 +150,9 @@ class ActivationOffload:
         # The device's memory of copies that are under way.
         self._leaving: deque[tuple[Tensor, DirectLane, Any]] = deque()
 
-    def __deepcopy__(self, memo: Any) -> ActivationOffload:
-        # A copy of a model has no part in this one's saved tensors.
-        return ActivationOffload(min_bytes=self._min_bytes)
+    def __reduce__(self) -> Any:
+        # A copy of a model, pickled or not, has no part in this one's saved tensors.
+        return ActivationOffload, (None, self._min_bytes)
 
     def saving(self) -> AbstractContextManager[Any]:
         """Context of a forward whose saved tensors are moved."""
