@@ -217,6 +217,7 @@ class Search:
         if metrics is None and not reason:
             logger.warning("the search is interrupted in trial %d; start it again to continue", number)
             return False
+        # Only now, when all processes have left the trial: one that is killed before is continued.
         self._agreed(lambda: self._end(metrics, reason, watch.pruned))
         return True
 
@@ -319,6 +320,7 @@ class Search:
                 result = work()
             except Exception as error:
                 failure = error
+        # Sent also after an error, because the others wait for it.
         message = self._ranks.broadcast_object({"result": result, "error": failure and f"{failure}"})
         if failure is not None:
             raise failure

@@ -77,6 +77,7 @@ class Study:
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     def _read(self) -> list[Record]:
+        # A link would be replaced by a file at the first save, and what it leads to would stay as it was.
         if self.path.is_symlink() or not self.path.is_file():
             raise DataError(f"{self.path} is not a plain file")
         try:

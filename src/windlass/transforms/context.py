@@ -147,6 +147,7 @@ class DividedForwards:
 
     def _compare(self, ids: Tensor) -> None:
         """Check in the first forward of training, and of evaluation, that the ranks have the same batch."""
+        # Once for each: later batches come from the same loaders, and an exchange costs a wait for the device.
         if self._model.training in self._compared:
             return
         self._compared.add(self._model.training)

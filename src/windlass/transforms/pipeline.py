@@ -106,6 +106,7 @@ class Pipeline(Strategy):
         cut, whole = balance.cut(lambda: find_cut(module, len(placement), plan.split_points, example))
         for name in cut.last:
             module.get_submodule(name).ends_stage = True  # type: ignore[assignment]
+        # While the model is whole: its own loss is compared with the one made without logits.
         lean_head = lean_head_of_whole(module)
         self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device, balance)
         staged.lean_head = lean_head

@@ -114,6 +114,7 @@ class Replicas(Strategy):
         before.restore()
         found, self._recorded = self._recorded, None
         by_name = {self._names[id(p)]: p for p in self._order}
+        # Ranks may reach parameters in different orders, and exchanges must match: all take that of rank 0.
         everywhere: list[list[str]] = self._loss_ranks.gather_objects([self._names[id(p)] for p in found])
         missing = [name for name in by_name if any(name not in names for names in everywhere)]
         if missing:

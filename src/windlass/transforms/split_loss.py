@@ -74,6 +74,7 @@ class SplitLoss:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._made = 0
+        # Without labels the logits are read, as in generation, and are needed whole.
         self._head.in_parts = self._used and kwargs.get("labels") is not None
         if self._head.in_parts:
             self._model.loss_function = self._loss

@@ -87,6 +87,7 @@ class StageForwards:
         if stage == len(self._placement) - 1:
             return
         if stage + 1 in self._local:
+            # None, too: by it the next stage learns that this one failed.
             self._handed = tensor
             return
         to = self._placement[stage + 1]

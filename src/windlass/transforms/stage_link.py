@@ -41,6 +41,7 @@ class StageLink:
     def announce(self, tensor: Tensor | None, to: int) -> None:
         """Send the header of a tensor that follows; None: this stage failed, and nothing follows."""
         numbers = [_FAILED] if tensor is None else self._described(tensor)
+        # Of one length, because a rank that waits for it knows nothing yet.
         header = torch.tensor([*numbers, *[0] * (_HEADER - len(numbers))])
         work = dist.isend(header, self.ranks.members[to], self.ranks.host_group, _TAG)
         self._under_way.append((work, header))

@@ -193,6 +193,7 @@ class StagedModel(ElsewhereState):
     def spread(self, spread: Callable[[], _T]) -> _T:
         """What `spread` returns, which may replace the parameters of this rank by its parts of them. Collective."""
         result = spread()
+        # Sharding replaces parameters; all that is kept here by parameter follows.
         now = {parameter: self._now(parameter) for parameter in self._places}
         self.copies = {now[p]: rank for p, rank in self.copies.items()}
         self.lent = {now[p]: rank for p, rank in self.lent.items()}
@@ -315,6 +316,7 @@ class StagedModel(ElsewhereState):
             try:
                 return self._forward(*call[0], **call[1])
             except StageEnd as end:
+                # The end of a stage has no cause to show: it is not an error.
                 raise StageEnd(balance.end(at_end(end.tensor), call)) from None
 
     # --- a forward of all stages ------------------------------------------------------------------------------------

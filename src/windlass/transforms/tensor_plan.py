@@ -72,11 +72,13 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
         style = style_of(path)
         if style is None or style in _WHOLE:
             continue
+        # Whole on every rank it costs memory, and is as right.
         if style in VOCABULARY and not _is_divisible(layer, ranks):
             continue
         for name_of_part, part in _with_adapters(path, layer, style):
             _check_layer(name_of_part, part, style, ranks)
             found[name_of_part] = part, style
+    # After all: whether a tie can stay depends on the other layers that have the weight.
     _drop_tied(module, found)
     if not any(style not in (SUMMED, HEADS) for _, style in found.values()):
         raise ConfigError(Problem("model", name, "none of its layers has a name of its plan; set tp_size=1"))

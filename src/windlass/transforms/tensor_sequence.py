@@ -208,7 +208,7 @@ class ShareOfGradient(nn.Module):
         """What the layer returns."""
         if self.sequence_parts is not None and self.sequence_parts.now is None:
             return super().forward(*args, **kwargs)
-        # `nn.Module` refuses to assign a tensor that is no parameter to the name of one.
+        # `nn.Module` refuses to assign a tensor to the name of a parameter.
         own = self._parameters
         vars(self)["_parameters"] = {
             name: None if p is None else scaled(p, self.sharing_ranks) for name, p in own.items()

@@ -42,16 +42,16 @@ def tile_layers(model: nn.Module, tiles: Mapping[str, int]) -> None:
         for layer in found:
             if not isinstance(layer, _Tiled):  # a second `train()` has a prepared model
                 mix(_Tiled, layer)
-            layer._tokens_of_tile = size
+            layer.tokens_of_tile = size
 
 
 class _Tiled(nn.Module):
     """A layer that computes tiles, mixed into its class."""
 
-    _tokens_of_tile: int
+    tokens_of_tile: int
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden.dim() != 3 or hidden.shape[1] <= self._tokens_of_tile:
+        if hidden.dim() != 3 or hidden.shape[1] <= self.tokens_of_tile:
             return super().forward(hidden, *args, **kwargs)
         compute = super().forward
 
@@ -63,7 +63,7 @@ class _Tiled(nn.Module):
                 )
             return made
 
-        tiles = torch.split(hidden, self._tokens_of_tile, 1)
+        tiles = torch.split(hidden, self.tokens_of_tile, 1)
         if not torch.is_grad_enabled():
             return torch.cat([run(tile) for tile in tiles], 1)
         return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], 1)

@@ -35,6 +35,7 @@ class ReachedParameters:
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained.values()]  # type: ignore[no-untyped-call]
 
     def _note(self, parameter: Tensor) -> None:
+        # The backwards of earlier micro-batches reduce nothing.
         if self._wrapper.require_backward_grad_sync:
             self._reached.add(id(parameter))
 
@@ -120,6 +121,7 @@ class SameOnAllRanks:
             )
 
     def _difference(self, here: list[str]) -> ModelError:
+        # All ranks come here or none: they have compared the same sums.
         everywhere: list[list[str]] = self._loss_ranks.gather_objects(here)
         common = set(everywhere[0]).intersection(*everywhere)
         lines = []
