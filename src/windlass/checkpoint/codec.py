@@ -112,7 +112,8 @@ class _Encoder:
             return self._tensor("$tensor", value, path)
         if kind is bytes:
             return self._tensor("$bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy()), path)
-        if isinstance(value, np.ndarray | np.generic):
+        # A masked array would come back without its mask.
+        if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
             return self._array(value, path)
         raise CheckpointError(
             f"state {_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved; tensors, numpy "

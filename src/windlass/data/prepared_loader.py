@@ -15,7 +15,7 @@ from windlass.core.types import State
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.seeding import Sandbox, set_epochs
-from windlass.dist.beacon import AFTER, beacon
+from windlass.dist.beacon import marked_reads
 
 logger = get_logger(__name__)
 
@@ -126,12 +126,10 @@ class PreparedLoader(DealtLoader):
         if self.follower is not None:
             self.follower.begin(self)
         try:
-            for dealt in self._read(epoch, start):
+            for dealt in marked_reads(self._read(epoch, start)):
                 self._move_after(dealt, epoch)
-                beacon().call(f"{AFTER}read data")
                 batch = dealt.batch
                 yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
-                beacon().call("read data")
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0
         finally:

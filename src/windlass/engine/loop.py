@@ -141,7 +141,6 @@ class Loop:
         hooks.epoch_begin(resumed)
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
-        self._beacon.call("read data")
         with contextlib.closing(self._feed):
             # A run that was resumed after the last update of an epoch, or after a stop, makes no update in it.
             while not (self._data_spent or self._leaves_epoch()):
