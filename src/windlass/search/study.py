@@ -54,6 +54,7 @@ class Study:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         trials = [asdict(record) for record in self.trials]
         content = {"format": FORMAT, "backend": self.backend, "directions": self.directions, "trials": trials}
+        # Whole at any instant: a search that is killed while it writes continues from the file before.
         write_whole(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def best(self) -> list[Record]:

@@ -172,6 +172,7 @@ class ActivationOffload:
         if isinstance(packed, Tensor):
             return packed
         block, layout = packed
+        # The backward needs memory: that of copies which are still under way is waited for.
         self._release(0)
         found: Tensor = layout.of(block.on_device())
         for number in range(block.number - 1, max(block.number - 1 - _AHEAD, -1), -1):

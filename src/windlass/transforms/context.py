@@ -103,6 +103,7 @@ class DividedForwards:
         self.division = None
         if any(_is_set(batch.get(name)) for name in _GENERATING):
             return None
+        # Positions say the same as the borders, which count tokens of whole rows.
         known = BORDERS if batch.get("position_ids") is not None else ()
         given = {name: value for name, value in batch.items() if value is not None and name not in known}
         _refuse_columns(given, len(args))

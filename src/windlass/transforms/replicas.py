@@ -85,6 +85,7 @@ class Replicas(Strategy):
     def left_over(self) -> Iterable[nn.Parameter]:
         if self._recorded is not None:
             return
+        # Reduced all the same, because other ranks wait in these exchanges; the error follows them.
         missing = [p for p in self._order if id(p) not in self._ready]
         while self._next < len(self._order):
             parameter = self._order[self._next]

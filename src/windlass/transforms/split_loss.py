@@ -99,6 +99,7 @@ class SplitLoss:
             assert labels is not None
             targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = targets.reshape(-1).to(logits.device)
+        # As transformers does, whatever the model computes in.
         losses = split_cross_entropy(logits.float().flatten(0, -2), targets, split, ignore_index)
         return losses.sum() / (
             (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch

@@ -143,6 +143,7 @@ class StagedModel(ElsewhereState):
         """Replace the parameters of other ranks, and move the rest to the device."""
         users: dict[nn.Parameter, set[int]] = {}
         modules, number = dict(self.module.named_modules()), cut.stage_of()
+        # A tied parameter has users in several stages.
         for name, stage in number.items():
             for parameter in modules[name].parameters():
                 users.setdefault(parameter, set()).add(stage)
@@ -241,6 +242,7 @@ class StagedModel(ElsewhereState):
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Context in which every rank has all parameters, and computes forwards by itself. Collective."""
+        # All are gathered before the first is replaced: a collective that fails leaves the model as it was.
         values = {p: value for p, value in self.whole_parameters() if isinstance(p, Absent)}
         taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in self.module.modules():

@@ -49,6 +49,7 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     if not isinstance(plan, Mapping) or not plan:
         fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
         raise ConfigError(Problem("model", name, fix))
+    # A style that is not known must not be left whole: others may depend on it, such as a row-wise layer on its parts.
     unknown = sorted({style for style in plan.values() if style not in (*STYLES, *_WHOLE, *_OF_EXPERTS)})
     if unknown:
         fix = (

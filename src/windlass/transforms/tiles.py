@@ -64,6 +64,7 @@ class _Tiled(nn.Module):
             return made
 
         tiles = torch.split(hidden, self.tokens_of_tile, 1)
+        # Without gradients there is nothing to compute again.
         if not torch.is_grad_enabled():
             return torch.cat([run(tile) for tile in tiles], 1)
         return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], 1)
