@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from windlass import LossTerms, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError, ModelError
-from windlass.trainer.losses import as_count, check_loss, loss_of, smoothed_loss
+from windlass.trainer.losses import as_count, check_loss, loss_of, on_device, smoothed_loss
 
 HERE = Path(__file__).parent
 
@@ -356,3 +357,69 @@ def test_the_count_of_an_update_without_targets_is_one_and_it_changes_no_weight(
     assert set(counts) == {1.0}
     assert result.training_loss == 0.0
     assert weights_hash(trainer.model) == before
+
+
+class Pair(nn.Module):
+    """Takes a batch without names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layer(x), y)
+
+
+class OpenPair(Pair):
+    """By its signature it could be given a count."""
+
+    def forward(self, x: Tensor, y: Tensor, **others: Any) -> Tensor:
+        assert not others
+        return super().forward(x, y)
+
+
+def test_a_batch_without_names_gets_no_count(folder: Path) -> None:
+    pairs = [(row["x"], row["x"] * 2) for row in samples()]
+    hashes = []
+    for kind in (Pair, OpenPair):
+        torch.manual_seed(0)
+        trainer = trainer_for(folder, model=kind(), data=pairs, gradient_accumulation_steps=2)
+        trainer.train()
+        hashes.append(weights_hash(trainer.model))
+    assert hashes[0] == hashes[1]
+
+
+def test_a_loss_function_may_get_a_batch_that_is_one_tensor(folder: Path) -> None:
+    def square(outputs: Tensor, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        assert labels is None
+        return outputs.square().mean()
+
+    trainer = trainer_for(folder, model=nn.Linear(3, 3), data=[row["x"] for row in samples()])
+    trainer.compute_loss_func = square
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_batch_that_cannot_be_smoothed_is_named(folder: Path, said: list[str]) -> None:
+    pairs = [(row["x"], row["x"] * 2) for row in samples()]
+    trainer = trainer_for(folder, model=Pair(), data=pairs, label_smoothing_factor=0.1, log_level="warning")
+    trainer.train()
+    assert said.count("label_smoothing_factor has no effect on batches without 'labels'") == 1
+
+
+def test_containers_keep_their_types_on_the_device() -> None:
+    class Columns(dict):  # type: ignore[type-arg]
+        """A mapping whose constructor takes something else."""
+
+        def __init__(self, *, rows: int) -> None:
+            super().__init__()
+            self.rows = rows
+
+    grouped, columns = defaultdict(list, x=torch.ones(1)), Columns(rows=1)
+    columns["x"] = [torch.ones(1)]
+    moved = [on_device(batch, torch.device("meta"), None) for batch in (grouped, columns)]
+    assert [type(batch) for batch in moved] == [defaultdict, Columns]
+    assert moved[0]["x"].is_meta
+    assert moved[1]["x"][0].is_meta
+    assert moved[1].rows == 1
+    assert not grouped["x"].is_meta

@@ -176,6 +176,16 @@ def _is_plain(value: Any) -> bool:
     return kind is str or kind is bool or value is None or (kind is int and -(1 << 63) <= value < 1 << 63)
 
 
+def has_references(tree: Any, depth: int = 0) -> bool:
+    """Return True if a tree that `encode` made refers to tensors, or is so deep that `decode` refuses it."""
+    if not isinstance(tree, dict | list) or depth > MAX_DEPTH:
+        return depth > MAX_DEPTH
+    if isinstance(tree, dict) and not tree.keys().isdisjoint(_IN_FILE):
+        return True
+    items = tree.values() if isinstance(tree, dict) else tree
+    return any(has_references(item, depth + 1) for item in items)
+
+
 def decode(tree: Any, tensors: TensorFile | dict[str, Tensor]) -> Any:
     """Rebuild what `encode` split. Each tensor is read once, when its place in the tree is reached."""
     return _Decoder(tensors).value(tree, ())

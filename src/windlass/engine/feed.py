@@ -115,7 +115,7 @@ class Feed:
         """Return the next update of those that are left of `epoch`, with its sums over all ranks, and fetch the one
         after it; None if there is none. `close` ends the epoch.
         """
-        if self._epoch is None:
+        if self._epoch is None:  # the first update of the epoch: nothing was fetched ahead
             self._epoch = epoch
             self._fetch(self._open(epoch), hooks)
         if self._ahead is None:

@@ -158,7 +158,7 @@ class Loop:
             logger.warning("epoch %d has no data for an update: training stops", self._epoch)
         self._close_epoch(hooks)
 
-    # True while nothing would be lost if the process exited.
+    # True while nothing would be lost if the process exited. Read by signal handlers, at any instant.
     waits_for_data = False
 
     def _close_epoch(self, hooks: LoopHooks) -> None:

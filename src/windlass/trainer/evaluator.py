@@ -208,6 +208,7 @@ class Evaluator:
         with closing_if_possible(remaining):
             waited_for = marked_reads(remaining)
             first = next(waited_for, None)
+            # Ranks without a batch take part: the measurement is collective.
             if not self._loss.measured:
                 labelled = first is not None and has_labels(first[1], label_names)
                 self._loss.measure_labels(first[1] if first is not None and labelled else None, hooks)

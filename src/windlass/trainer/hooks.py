@@ -165,7 +165,8 @@ class TrainHooks:
         self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
         # Overrides of older scripts take `(model, trial)`, and no time at which training began.
         self._trial = (None,) * (_required(trainer._save_checkpoint) - 1)
-        self._log_takes_start = len(inspect.signature(trainer.log).parameters) > 1
+        self._log_takes_start = _accepts(trainer.log, {}, 0.0)
+        self._log_names_start = _accepts(trainer.log, {}, start_time=0.0)
 
     def get_train_dataloader(self) -> Any:
         return self._trainer.get_train_dataloader()
@@ -185,6 +186,8 @@ class TrainHooks:
         """Report `logs` of a training that began at `started`."""
         if self._log_takes_start and started is not None:
             self._trainer.log(logs, started)
+        elif self._log_names_start and started is not None:  # takes keywords alone
+            self._trainer.log(logs, start_time=started)
         else:
             self._trainer.log(logs)
 
@@ -244,6 +247,15 @@ def _required(method: Callable[..., Any]) -> int:
     parameters = inspect.signature(method).parameters.values()
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.default is p.empty and p.kind in by_position for p in parameters)
+
+
+def _accepts(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Return True if a call with these arguments fits the signature."""
+    try:
+        inspect.signature(method).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def evaluation_of(

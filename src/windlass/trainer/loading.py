@@ -16,8 +16,9 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.types import State
 from windlass.data.columns import ColumnCollator, select_columns
 from windlass.data.dealt_loader import DealtLoader
-from windlass.data.foreign_loader import ForeignLoader, loader_length
+from windlass.data.foreign_loader import ForeignLoader
 from windlass.data.loader import Loader
+from windlass.data.order import known_length
 from windlass.data.prepare import build_eval_loader, build_train_loader
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.update_batch import GroupSource
@@ -143,7 +144,7 @@ def group_source(plan: CallPlan, data_ranks: Gang, loader: Any, position: State 
         loader.agree(data_ranks, position)
     if isinstance(loader, DealtLoader):
         return loader
-    lengths = data_ranks.gather_objects(loader_length(loader))
+    lengths = data_ranks.gather_objects(known_length(loader))
     longest = None if None in lengths else max(lengths)
     data = plan.data
     return ForeignLoader(loader, plan.batches, data.seed, longest, start_timeout=data.start_timeout)

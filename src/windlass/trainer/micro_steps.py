@@ -50,6 +50,7 @@ class MicroSteps(StepHooks):
 
     def _discarded(self, batch: Any) -> Tensor:
         targets = self._hooks.loss.count_targets(batch)
+        # With a weight, unlike a filler: the warm-up runs what an update runs.
         update = UpdateBatch(
             [batch], [[]], 0, 0, False,
             targets=[targets], samples=[1], denominator=max(targets, 1.0), total_samples=1.0
