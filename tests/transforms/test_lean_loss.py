@@ -228,6 +228,16 @@ def test_a_model_with_another_loss_keeps_it(model: Own, reason: str, count: int 
         lean_causal_lm_loss(model, _words(), options=LossOptions(z_loss=0.1))
 
 
+def test_a_share_without_targets_of_a_models_own_mean_is_zero() -> None:
+    model, batch = Own(head=nn.Sequential(nn.Linear(6, 11))), _words()
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    assert model(**nothing)["loss"].isnan()
+    loss, figures = lean_causal_lm_loss(model, nothing, 16)
+    loss.backward()
+    assert loss == figures.loss == figures.targets == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 def test_a_wrapper_that_adds_positions(caplog: Any) -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

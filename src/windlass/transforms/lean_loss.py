@@ -253,11 +253,11 @@ def _own_loss(
     with torch.no_grad():
         entropy, correct, count = _figures(*_with_targets(output_of(outputs, "logits").detach(), inputs))
         divided = passed.get("num_items_in_batch", count) if _takes_count(core) else count
-        figures = LossFigures(
-            loss.detach() * divided, count, entropy, correct, output_of(outputs, "aux_loss")
-        )
+        # A mean over no targets is not a number in most models, and their sum is 0.
+        total = torch.where(count == 0, 0, loss.detach() * divided)
+        figures = LossFigures(total, count, entropy, correct, output_of(outputs, "aux_loss"))
     if num_items_in_batch is not None and not _takes_count(core):
-        loss = loss * (count / num_items_in_batch)
+        loss = torch.where(count == 0, 0, loss * (count / num_items_in_batch))
     return loss, figures
 
 
