@@ -157,7 +157,7 @@ def bases(grad: Tensor, rank: int, proj_type: str) -> dict[str, Tensor]:
     rank = rank_of(grad.shape, rank)
     try:
         left, _, right = torch.linalg.svd(grad, full_matrices=False)
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         # A run checks an update once the next one is under way, which this error would not let it come to.
         if grad.isfinite().all():
             raise
