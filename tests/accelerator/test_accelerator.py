@@ -212,3 +212,11 @@ def test_a_model_that_was_not_prepared_is_not_listed() -> None:
 def test_a_trainer_deals_a_loader_that_a_script_constructed(accelerator: Accelerator) -> None:
     constructed = DataLoaderShard([1, 2, 3], batch_size=2)
     assert type(accelerator.prepare(constructed)) is PreparedLoader
+
+
+def test_a_model_that_is_given_twice_is_prepared_once() -> None:
+    """Two wrappers of one module would each refuse the forwards of the other, and a checkpoint hold it twice."""
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    first, second = accelerator.prepare(model, model)
+    assert first is second
+    assert len(accelerator._models) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -73,3 +75,40 @@ def test_files_of_others_are_not_unpickled(tmp_path: Path) -> None:
     torch.save({"a": 1}, tmp_path / "end.pt")
     with pytest.raises(CheckpointError, match=r"there is no end\.pt\.json.*can run any code"):
         load(tmp_path / "end.pt")
+
+
+class Interrupted(BaseException):
+    """What a kill between two steps of a save would be."""
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_save_that_is_interrupted_mixes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    path, states = tmp_path / "end.pt", [{"step": n, "weight": torch.full((2,), float(n))} for n in (1, 2)]
+    save_values(path, states[0])
+    renames, replace = 0, os.replace
+
+    def interrupted(*args: object) -> None:
+        nonlocal renames
+        renames += 1
+        if renames == at:
+            raise Interrupted
+        replace(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with contextlib.suppress(Interrupted):
+        save_values(path, states[1])
+    monkeypatch.undo()
+    if renames == at == 2:  # between the two
+        with pytest.raises(CheckpointError, match="are of two saves"):
+            load_values(path)
+        return
+    found = load_values(path)
+    assert torch.equal(found["weight"], torch.full((2,), float(found["step"])))
+
+
+def test_values_without_tensors_replace_those_with_tensors(tmp_path: Path) -> None:
+    save_values(tmp_path / "end.pt", {"step": 1, "weight": torch.ones(2)})
+    save_values(tmp_path / "end.pt", {"step": 2})
+    assert load_values(tmp_path / "end.pt") == {"step": 2}

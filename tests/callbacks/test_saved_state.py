@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.callbacks.handler import export_states, import_states
+from windlass.callbacks.saved_state import export_states, import_states
 
 
 class _Counting:

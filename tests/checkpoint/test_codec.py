@@ -147,7 +147,7 @@ class Named(tuple):
         ({1, 2}, "set"), (bytearray(b"raw"), "bytearray"), (object(), "object"),
         (print, "builtin_function"), (1j, "complex"),
         (torch.float32, "dtype"), (Path("x"), "Path"), (Named((1,)), "Named"),
-        (np.array(["a"]), "<U1"), (np.array([object()]), "object"),
+        (np.array(["a"]), "<U1"), (np.array([object()]), "object"), (np.ma.masked_array([1.0], [True]), "MaskedArray"),
     ],
 )  # fmt: skip
 def test_any_other_type_is_refused_by_path_and_type(value: Any, kind: str) -> None:

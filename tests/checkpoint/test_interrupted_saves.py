@@ -69,7 +69,7 @@ def test_a_wait_that_is_broken_off_can_be_taken_up_again() -> None:
     threading.Timer(0.01, release.set).start()
     call.wait()
     assert done == [True]
-    assert call.succeeded
+    assert (call.ended, call.error) == (True, None)
 
 
 def test_what_is_still_being_written_is_not_committed(tmp_path: Path) -> None:

@@ -120,7 +120,6 @@ def load_optimizer(folder: Path, in_parts: bool, module: nn.Module) -> torch.opt
 def measured(work: Callable[[], object]) -> tuple[int, int]:
     """Bytes of tensors that `work` held at most at once, and that what it gave still holds."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    gc.collect()
     gc.disable()  # or what earlier work left would be counted as freed
     try:
         with torch.profiler.profile(activities=activities, profile_memory=True) as seen:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shutil
@@ -221,6 +222,27 @@ def test_a_part_is_written_once(tmp_path: Path) -> None:
 
 def _put(path: Path) -> None:
     path.write_text("{}")
+
+
+def test_a_rank_whose_list_cannot_be_synced_has_not_sealed_for_the_writer_either(tmp_path: Path) -> None:
+    """The writer commits a loop's checkpoint by what it sees: the rank that failed lets the folder be removed."""
+
+    class Unsynced(Files):
+        def before(self, operation: str, path: Path) -> None:
+            if operation == "fsync" and path.name.endswith(".files.json"):
+                raise OSError(errno.EDQUOT, "quota exceeded")
+
+    target = tmp_path / "checkpoint-1"
+    writer, other = (
+        StagedCheckpoint(target, 1, {}, rank, 2, files) for rank, files in enumerate((Files(), Unsynced()))
+    )
+    writer.open()
+    for staged in (writer, other):
+        staged.write_rank_state({})
+    writer.seal()
+    with pytest.raises(OSError, match="quota"):
+        other.seal()
+    assert not writer.is_sealed_by_others()
 
 
 def test_other_codes_symlink_or_manifest_is_refused(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ def test_a_tensor_that_is_not_a_number_differs_most(
     assert "most of all layer.3: max abs difference nan" in capsys.readouterr().out
 
 
+def test_imaginary_parts_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [save(tmp_path, step, {"layer": torch.tensor([1 + 3j * step])}, 0) for step in (1, 2)]
+    assert main(["checkpoint", "diff", *paths]) == 1
+    assert "layer: max abs difference 3" in capsys.readouterr().out
+
+
 def test_a_row_or_two_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = {"layer": torch.zeros(1)}
     assert main(["checkpoint", "diff", save(tmp_path, 1, weights, 1), save(tmp_path, 2, weights, 2)]) == 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import ROOT, launch
 
 _SCRIPT = """
 import os, sys
@@ -61,3 +64,47 @@ def test_the_others_end_with_an_error_that_the_command_line_shows_in_one_line(tm
         "OSError: disk full",
         "PeerError: the main process failed at 'tokenising'; see its own error",
     ]
+
+
+_RESTARTED = """
+import os, sys, time
+from windlass.config.arguments import TrainingArguments
+args = TrainingArguments("out", use_cpu=True, ddp_timeout=60)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for turn in range(2):
+    path = f"attempt-{attempt}-turn-{turn}"
+    if args.process_index == 1:
+        open(f"other-{path}", "x").close()
+    with args.main_process_first(desc="tokenising"):
+        if args.process_index == 0:
+            if (attempt, turn) == (0, 1):
+                raise OSError("the network failed once")
+            while not os.path.exists(f"other-{path}"):
+                time.sleep(0.01)
+            time.sleep(0.3)  # in which the other would go on, if it did not wait
+            open(path, "x").close()
+        else:
+            assert os.path.exists(path), "came before the main process"
+"""
+
+
+@pytest.mark.dist
+def test_a_job_that_is_restarted_after_a_failure_of_the_main_process_begins_anew(tmp_path: Path) -> None:
+    """Torchrun keeps the store, in which the others found the failure and the successes of the first attempt."""
+    (tmp_path / "script.py").write_text(_RESTARTED)
+    words = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "script.py",
+    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    assert sorted(path.name for path in tmp_path.glob("attempt-*")) == [
+        "attempt-0-turn-0", "attempt-1-turn-0", "attempt-1-turn-1",
+    ]  # fmt: skip

@@ -106,6 +106,20 @@ def test_default_names_the_column_that_is_ragged(values: list[Any]) -> None:
         ours.default_data_collator([{"x": value, "fits": 1} for value in values])
 
 
+@pytest.mark.parametrize("name", ["label", "label_ids"])
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_targets_of_which_the_first_is_whole_keep_their_fractions(name: str, framework: str) -> None:
+    # JSON writes 1 for 1.0, and the first sample alone would make class numbers of all.
+    targets: list[Any] = [1, 2.5] if name == "label" else [[1, 2], [0, 2.5]]
+    batch = ours.default_data_collator([{name: value} for value in targets], framework)
+    assert batch["labels"].tolist() == targets
+
+
+def test_default_names_a_column_of_ragged_nests() -> None:
+    with pytest.raises(DataError, match=r"column 'x' cannot be stacked"):
+        ours.default_data_collator([{"x": [[1], [1, 2]]}] * 2)
+
+
 def test_default_takes_objects_with_attributes() -> None:
     point = dataclasses.make_dataclass("Point", [("label", int), ("x", list)])
     features = [point(i, [i, i]) for i in range(3)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from windlass.config.plan import BatchPlan
 from windlass.core.errors import DataError
@@ -63,6 +63,20 @@ def test_a_users_generator_gives_its_own_first_order_and_resumes(said: pytest.Lo
     assert "reading 4 batches of DataLoader again" in said.text
 
 
+def test_a_generator_within_a_batch_sampler_is_a_function_of_the_epoch() -> None:
+    def loader() -> DataLoader[Any]:
+        data = TensorDataset(torch.arange(11))
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+
+    foreign = ForeignLoader(loader(), PLAN)
+    first, second = numbers(foreign, 1), numbers(foreign, 1)
+    assert first == [x.tolist() for (x,) in loader()] != second
+    resumed = ForeignLoader(loader(), PLAN)
+    resumed.load_state_dict({"seed": 42, "epoch": 1, "batches": 0, "loader": None})
+    assert numbers(resumed, 1) == second
+
+
 class Counting:
     """A loader with a state of its own, such as StatefulDataLoader."""
 
@@ -106,6 +120,25 @@ def test_epochs_are_told() -> None:
     list(foreign.groups())
     list(foreign.groups())
     assert loader.epochs == [0, 1]
+
+
+def test_a_batch_sampler_and_the_sampler_in_it_are_told_the_epoch() -> None:
+    class Epochs(BatchSampler):
+        def __init__(self, sampler: Any) -> None:
+            super().__init__(sampler, 2, drop_last=False)
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    data = TensorDataset(torch.arange(3))
+    inner = DistributedSampler(data, num_replicas=1, rank=0)
+    batches = Epochs(inner)
+    foreign = ForeignLoader(DataLoader(data, batch_sampler=batches), PLAN)
+    for _ in range(2):
+        list(foreign.groups())
+    assert batches.epochs == [0, 1]
+    assert inner.epoch == 1
 
 
 @pytest.mark.parametrize(("loader", "words"), [([], "is empty"), (3, "cannot be iterated")])

@@ -254,7 +254,9 @@ def test_a_changed_dataset_or_seed_is_said(said: pytest.LogCaptureFixture) -> No
     [
         (Numbers(0), {}, "is empty.*Check the file"),
         ([], {}, "is empty"),
-        (Numbers(3), {"drop_last": True}, "dataloader_drop_last=False"),
+        ([], {"order": "group_by_length"}, "is empty"),
+        (Numbers(3), {"drop_last": True}, "dataloader_drop_last=False or a batch size of at most 3"),
+        (Numbers(3), {"drop_last": True, "world": 4}, "dataloader_drop_last=False or at most 3 processes"),
         ({"input_ids": [[1], [2]]}, {}, "mapping of whole columns.*list of dicts"),
         (5, {}, "neither __getitem__ nor __iter__"),
     ],

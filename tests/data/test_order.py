@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from torch.utils.data import (
 )
 
 from windlass.core.errors import ConfigError, DataError
-from windlass.data.order import LengthGroupedOrder, RandomOrder, SamplerOrder
+from windlass.data.order import LengthGroupedOrder, RandomOrder, SamplerOrder, sample_lengths
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=80)
 
@@ -143,7 +144,7 @@ def test_a_sampler_is_told_the_epoch(untouched_generators: None) -> None:
     [
         (DistributedSampler(range(6), num_replicas=2, rank=0), "DistributedSampler"),
         (BatchSampler(SequentialSampler(range(6)), 2, False), "yields batches"),
-        (["a", "b"], "yields str"),
+        (["a", "b"], r"yields 'a' \(str\)"),
     ],
 )
 def test_samplers_that_do_not_give_positions_are_refused(sampler: object, words: str) -> None:
@@ -159,3 +160,24 @@ def test_lengths_of_hugging_face_sets_survive_the_removal_of_columns() -> None:
     assert next(iter(loader.groups())).ids == [[1]]
     tokens = datasets.Dataset.from_dict({"input_ids": [[1], [1, 2, 3], [1, 2]]})
     assert next(iter(train_loader(tokens, 1, order="group_by_length").groups())).ids == [[1]]
+
+
+def test_lengths_are_measured_again_if_the_dataset_has_grown() -> None:
+    texts = Texts([3, 1, 2])
+    assert sample_lengths(texts).tolist() == [3, 1, 2]
+    texts.lengths.append(5)
+    texts.count += 1
+    assert sample_lengths(texts).tolist() == [3, 1, 2, 5]
+
+
+def test_the_value_that_is_no_position_is_named() -> None:
+    with pytest.raises(DataError, match=r"yields 'one' \(str\)"):
+        SamplerOrder([0, "one"], 0).of(0)
+
+
+def test_a_sampler_with_a_length_may_have_any_number_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.data.order._ENDLESS", 5)
+    assert SamplerOrder(range(5), 0).of(0).tolist() == [0, 1, 2, 3, 4]
+    assert SamplerOrder(range(6), 0).of(0).tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(DataError, match="did not end"):
+        SamplerOrder(itertools.count(), 0).of(0)

@@ -302,3 +302,15 @@ def test_datasets_and_samplers_hear_of_the_epoch() -> None:
     assert [batch.tolist() for _ in range(2) for batch in loader] == [[0, 1], [10, 11]]
     loader.set_epoch(7)
     assert next(iter(loader)).tolist() == [70, 71]
+    unbatched = prepare(DataLoader(Epochs(2), batch_size=None))
+    assert [int(item) for _ in range(2) for item in unbatched] == [0, 1, 10, 11]
+
+
+def test_an_error_of_an_unbatched_dataset_names_the_sample() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> int:
+            return index if index < 2 else 1 // 0
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        list(prepare(DataLoader(Broken(3), batch_size=None)))
+    assert raised.value.__notes__ == ["raised while reading sample 2 of Broken"]

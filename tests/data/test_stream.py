@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.cases import Augmented, Numbers, Stream, epoch_over_ranks, train_loader
+from torch.utils.data import DataLoader
 
+from windlass import Accelerator
 from windlass.core.errors import DataError
 
 SIZES = {
@@ -177,3 +179,13 @@ def test_an_error_names_the_sample() -> None:
     with pytest.raises(ValueError, match="bad line") as caught:
         list(train_loader(Stream(Broken(9)), 2).groups())
     assert "reading sample 5" in caught.value.__notes__[0]
+
+
+def test_a_chain_of_streams_has_no_length_if_its_parts_have_none() -> None:
+    chain = Stream(Numbers(3)) + Stream(Numbers(4))
+    loader = train_loader(chain, 2)
+    assert [group.batches for group in loader.groups()] == [[[0, 1]], [[2, 0]], [[1, 2]], [[3]]]
+    assert loader.num_samples is None
+    prepared: Any = Accelerator(cpu=True).prepare(DataLoader(chain, batch_size=2))
+    assert [batch.tolist() for batch in prepared] == [[0, 1], [2, 0], [1, 2], [3]]
+    assert prepared.num_samples is None

@@ -14,7 +14,7 @@ import time
 
 import torch.distributed as dist
 
-from windlass.dist.beacon import waiting
+from windlass.dist.beacon import limited_wait
 from windlass.dist.watchdog import REPORT_VARIABLE, watch
 
 WATCHED = {"RANK": "0", "WORLD_SIZE": "2", REPORT_VARIABLE: "0.1"}
@@ -66,7 +66,7 @@ def main(name: str) -> None:
             time.sleep(0.005)
     os.kill(server.pid, signal.SIGSTOP)
     watch(WATCHED)
-    with waiting("read data"):  # marks of others are read by a process that waits
+    with limited_wait("read data"):  # marks of others are read by a process that waits
         last = OutlivesModules(thread_in_a_call(name))
     print(server.pid, flush=True)
 

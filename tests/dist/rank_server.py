@@ -71,6 +71,8 @@ def warm_up() -> None:
     for module in pkgutil.walk_packages(windlass.__path__, "windlass."):
         if module.name != "windlass.__main__":
             importlib.import_module(module.name)
+    # How files name the weights of every model, which is computed at the first save.
+    transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")
     # Each takes longer than a small training.
     for optional in ("datasets", "matplotlib.figure", "peft", "pytest"):
         with contextlib.suppress(ImportError):

@@ -11,7 +11,7 @@ import time
 import torch
 
 from windlass.core.world import world_from_environment
-from windlass.dist.beacon import beacon, waiting
+from windlass.dist.beacon import beacon, limited_wait, waiting
 from windlass.dist.gang import join
 
 how = sys.argv[1]
@@ -30,5 +30,5 @@ with waiting("forward and backward"):
     if late and how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     torch.distributed.all_reduce(torch.ones(1)) if gang.size > 1 else None
-with waiting("read data"):
+with limited_wait("read data"):
     time.sleep(1000 if how == "data" else 0)

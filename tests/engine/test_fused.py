@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,28 @@ def test_a_loss_scale_takes_two_backwards(init_scale: float) -> None:
     assert ours == theirs
     assert all(ours) == (init_scale == 1024.0)
     torch.testing.assert_close(mine, other, rtol=0, atol=1e-7)
+
+
+def updated(executor: Any) -> None:
+    update = UpdateBatch([torch.ones(4, 3)], [[0]], 4, 0, False, denominator=1.0)
+    executor.run_step(update, Step(executor))
+
+
+def test_frozen_parameters_of_the_optimizer_are_left_alone_until_they_are_trained() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).requires_grad_(False)
+    model[1].requires_grad_(True)
+    other = copy.deepcopy(model)
+    ours = FusedExecutor(Alone(model), Lomo(model.parameters(), lr=0.1), torch.device("cpu"))
+    theirs = NativeExecutor(Alone(other), torch.optim.SGD(other.parameters(), lr=0.1), torch.device("cpu"))
+    frozen = model[0].weight.clone()
+    updated(ours)
+    updated(theirs)
+    assert torch.equal(model[0].weight, frozen)
+    for each in (model, other):  # a callback may train further layers from some step on
+        each.requires_grad_(True)
+    updated(ours)
+    updated(theirs)
+    assert not torch.equal(model[0].weight, frozen)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-7)

@@ -82,8 +82,9 @@ class Hooks(LoopHooks):
         self.saved: dict[int, State] = {}
         self.loop: Loop
 
-    def epoch_begin(self) -> None:
-        self.trace.append("epoch")
+    def epoch_begin(self, resumed: bool) -> None:
+        if not resumed:
+            self.trace.append("epoch")
 
     def epoch_end(self, complete: bool) -> None:
         self.trace.append(f"end {self.state.epoch:g}")

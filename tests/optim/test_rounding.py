@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from windlass.dist.imagined import imagined_job
 from windlass.optim.optimizers.rounding import add_compensated_, add_stochastically_, seed_of
 
 
@@ -43,3 +47,15 @@ def test_seeds_differ_between_updates_and_parameters() -> None:
     parameter = torch.ones(3)
     seeds = {seed_of(parameter, position, step) for position in range(10) for step in range(10)}
     assert len(seeds) == 100
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_seeds_differ_between_parts_along_any_dimension(dim: int) -> None:
+    seeds = set()
+    for rank in range(2):
+        with imagined_job(2, rank):
+            mesh = init_device_mesh("cpu", (2,))
+            seeds.add(
+                seed_of(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(dim)], run_check=False), 0, 1)
+            )
+    assert len(seeds) == 2

@@ -76,6 +76,19 @@ def test_evaluation_before_the_first_update_sees_the_weights_as_they_are() -> No
     assert weight.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("cls", "options", "named"),
+    [
+        (ScheduleFreeAdamW, {"betas": (0.0, 0.999)}, r"betas=.*first \(adam_beta1\)"),
+        (ScheduleFreeSGD, {"momentum": 0.0}, "momentum=0.0"),
+    ],
+)
+def test_an_average_that_has_no_weight_is_refused_before_training(cls: Any, options: Any, named: str) -> None:
+    """It is computed from what is trained, by the inverse of its weight: an evaluation would fail, and a save."""
+    with pytest.raises(ValueError, match=f"{named}.* must be above 0 and below 1"):
+        cls([torch.nn.Parameter(torch.ones(2))], **options)
+
+
 def test_an_update_in_evaluation_mode_is_refused() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = ScheduleFreeSGD([weight])

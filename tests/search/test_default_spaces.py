@@ -26,6 +26,15 @@ def test_the_objective_is_that_of_the_reference(metrics: dict[str, float]) -> No
     assert metrics == before
 
 
+def test_the_memory_of_an_evaluation_is_no_objective() -> None:
+    memory = {
+        "eval_peak_memory_process_gib": 3.5, "eval_peak_memory_device_gib": 9.0, "eval_mem_cpu_alloc_delta": 4096,
+        "init_mem_gpu_peaked_delta": 5.0, "before_init_mem_cpu": 6.0,
+    }  # fmt: skip
+    assert ours.default_compute_objective({"eval_loss": 0.5, "eval_f1": 0.25, **memory}) == 0.25
+    assert ours.default_compute_objective({"eval_loss": 0.5, **memory}) == 0.5
+
+
 def test_backends_and_results_have_the_same_words() -> None:
     assert [m.value for m in ours.HPSearchBackend] == [m.value for m in reference.HPSearchBackend]
     assert ours.BestRun._fields == reference.BestRun._fields

@@ -127,6 +127,51 @@ def test_trials_without_promise_are_pruned(tmp_path: Path) -> None:
     assert best.hyperparameters != {"learning_rate": 1e-6}
 
 
+class Fails(TrainerCallback):
+    """Ends the process's part in a trial as a kill would: with what is on disk by then."""
+
+    def __init__(self, trial: str, event: str, step: int) -> None:
+        self._trial, self._step = trial, step
+        setattr(self, event, self._fail)
+
+    def _fail(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (state.trial_name, state.global_step) == (self._trial, self._step):
+            raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize(
+    ("event", "step"),
+    [
+        pytest.param("on_step_begin", 2, id="evaluated and saved, not yet judged"),
+        pytest.param("on_step_end", 3, id="judged, not yet ended"),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_trial_is_pruned_where_one_that_was_not_is(
+    event: str, step: int, backend: str, tmp_path: Path
+) -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        rate = [0.5, 0.4, 0.3, 0.2, 1e-6][trial.number]
+        return {"learning_rate": trial.suggest_float("learning_rate", rate, rate)}
+
+    options: dict[str, Any] = {"pruner": "median"}
+    if backend == "optuna":
+        from optuna.pruners import MedianPruner
+
+        options = {"pruner": MedianPruner(n_startup_trials=4)}
+
+    def search(folder: Path, *callbacks: Any) -> list[dict[str, Any]]:
+        trainer_of(folder, *callbacks).hyperparameter_search(space, n_trials=5, backend=backend, **options)
+        return trials_in(folder)
+
+    whole = search(tmp_path / "whole")
+    assert whole[-1]["reason"] == "at update 2"
+    with pytest.raises(RuntimeError, match="killed"):
+        search(tmp_path / "killed", Fails("run-4", event, step))
+    assert trials_in(tmp_path / "killed")[-1]["state"] == "running"
+    assert search(tmp_path / "killed") == whole
+
+
 def test_a_trial_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
     space = {"learning_rate": [1e30, 0.1]}
     best = trainer_of(tmp_path).hyperparameter_search(space, n_trials=2, backend="grid")
@@ -173,6 +218,20 @@ def test_a_changed_space_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path).hyperparameter_search({"learning_rate": [0.3]}, n_trials=2, backend="random")
 
 
+def test_a_search_with_tuples_is_continued(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def make(trial: Any) -> Line:
+        seen.append(None if trial is None else trial.params["widths"])
+        return Line()
+
+    for trials in (1, 2):
+        trainer_of(tmp_path, model_init=make).hyperparameter_search(
+            {"widths": [(3, 4), (5, 6)]}, n_trials=trials, backend="grid"
+        )
+    assert seen == [None, [3, 4], None, [5, 6]]  # the file of the study has no tuples
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -190,6 +249,14 @@ def test_a_changed_space_is_refused(tmp_path: Path) -> None:
         ({"hp_space": {"learning_rate": 1}}, "hp_space.learning_rate=1: must be a list of values"),
         ({"compute_objective": lambda metrics: (1, 2)}, "must return 1 number"),
         ({"hp_name": lambda trial: "../elsewhere"}, "must return a name for a folder"),
+        (
+            {"hp_name": lambda trial: "same", "n_trials": 2},
+            "hp_name='same': is the name of trial 0 too, and trial 1 needs another folder",
+        ),
+        (
+            {"hp_space": {"learning_rate": [0.1j]}},
+            "hp_space.learning_rate=0.1j: cannot be written to the file",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:

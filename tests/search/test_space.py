@@ -29,9 +29,17 @@ def test_a_logarithmic_float_is_uniform_by_its_logarithm() -> None:
 
 
 def test_points_of_a_grid() -> None:
-    assert Float(0.1, 0.3, step=0.1).points() == pytest.approx([0.1, 0.2, 0.3])
-    assert Int(2, 9, step=3).points() == [2, 5, 8]
+    assert Float(0.1, 0.3, step=0.1).points() == [0.1, 0.2, 0.3]  # 0.1 + 2 * 0.1 would be above
+    assert [*Int(2, 9, step=3).points()] == [2, 5, 8]
     assert Float(0, 1).points() == []
+
+
+def test_a_seed_is_drawn_from_all_seeds() -> None:
+    """A list of them would not fit into memory."""
+    seeds = Int(0, 2**64 - 1)
+    drawn = {seeds.sample(random.Random(number)) for number in range(8)}
+    assert len(drawn) == 8
+    assert max(drawn) > 2**60
 
 
 def test_a_name_is_suggested_once() -> None:
@@ -64,6 +72,7 @@ def test_a_space_may_be_data() -> None:
         ({"low": 2, "high": 1}, "low must be at most high"),
         ({"low": 0.0, "high": 1.0, "log": True}, "above 0"),
         ({"low": 0.0, "high": math.pi, "step": -1.0}, "step must be above 0"),
+        ({"low": 1.0, "high": 8.0, "step": 1, "log": True}, "log=True has no step"),
     ],
 )
 def test_what_is_not_a_space_is_refused(given: Any, words: str) -> None:

@@ -175,6 +175,30 @@ def test_a_loss_function_of_the_script_gets_no_advice_on_labels(tmp_path: Path) 
         ).train()
 
 
+def test_a_type_error_within_a_forward_of_any_arguments_is_as_it_was(tmp_path: Path) -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, *parts: torch.Tensor) -> Any:
+            return self.layer(parts[0]) + "a"
+
+    data = [(row["x"], row["labels"]) for row in rows(8)]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Trainer(Joined(), arguments(tmp_path), train_dataset=data).train()
+
+
+def test_a_model_without_loss_is_named_also_without_names_of_labels(tmp_path: Path) -> None:
+    class Lossless(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            return {"logits": self.layer(x)}
+
+    data = [{**row, "further": 1} for row in rows(8)]
+    with pytest.raises(ModelError, match="returned no loss"):
+        Trainer(Lossless(), arguments(tmp_path, label_names=[]), train_dataset=data).train()
+
+
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 

@@ -33,10 +33,8 @@ LISTED = {
     "eval_steps": [1, 2, 0.3],
     "save_strategy": ["steps", "epoch", "no"],
     "save_steps": [1, 3, 0.5],
-    "save_total_limit": [
-        None,
-        2,
-    ],  # with 1, transformers deletes the newest checkpoint where another is the best
+    # With 1, transformers deletes the newest checkpoint where another is the best.
+    "save_total_limit": [None, 2],
     "eval_accumulation_steps": [None, 1],
     "label_smoothing_factor": [0.0, 0.1],
     "restore_callback_states_from_checkpoint": [True, False],

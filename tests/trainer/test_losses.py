@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from windlass import LossTerms, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError, ModelError
-from windlass.trainer.losses import as_count, check_loss, loss_of, smoothed_loss
+from windlass.trainer.losses import as_count, check_loss, loss_of, on_device, smoothed_loss
 
 HERE = Path(__file__).parent
 
@@ -116,10 +117,53 @@ def test_an_own_step_trains_as_the_default_one(kind: type[Trainer], accumulation
     assert "compute_loss" not in vars(own), "the watch over the first step is gone"
 
 
+class DividingByCurrent(OwnStep):
+    """As transformers' own step does; the last update of an epoch has fewer micro-batches."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss / self.current_gradient_accumulation_steps)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("kind", [DividingStep, DividingByCurrent])
 @pytest.mark.parametrize("accumulation", [2, 4])
-def test_a_step_that_divides_by_the_accumulation_is_refused(accumulation: int, folder: Path) -> None:
-    trainer = trainer_for(folder, DividingStep, gradient_accumulation_steps=accumulation)
-    refused(trainer, ModelError, rf"divides the loss by gradient_accumulation_steps \({accumulation}\)")
+def test_a_division_by_the_accumulation_is_undone(
+    kind: type[Trainer], accumulation: int, folder: Path
+) -> None:
+    changes: dict[str, Any] = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 3}
+    dividing, default = (
+        trainer_for(folder, cls, gradient_accumulation_steps=accumulation, logging_steps=1, **changes)
+        for cls in (kind, Trainer)
+    )
+    dividing.train()
+    default.train()
+    assert len(dividing.train_dataset) % (3 * accumulation), "the last update of an epoch is to be shorter"  # type: ignore[arg-type]
+    assert weights(dividing) == pytest.approx(weights(default), rel=1e-6, abs=1e-7)
+    losses = ([e["loss"] for e in t.state.log_history if "loss" in e] for t in (dividing, default))
+    assert next(losses) == pytest.approx(next(losses))
+
+
+def test_a_division_that_the_code_does_not_name_is_refused(folder: Path) -> None:
+    class Halving(OwnStep):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss / 2)
+            return loss.detach()
+
+    trainer = trainer_for(folder, Halving, gradient_accumulation_steps=2)
+    refused(trainer, ModelError, r"divides the loss by 2 .* does not name the number of micro-batches")
+
+
+def test_a_division_without_compute_loss_is_refused(folder: Path) -> None:
+    class Alone(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = model(**self._prepare_inputs(inputs))["loss"] / self.args.gradient_accumulation_steps
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    trainer = trainer_for(folder, Alone, gradient_accumulation_steps=2)
+    refused(trainer, ModelError, "computes its loss without `compute_loss`")
 
 
 def test_dividing_by_one_is_nobodys_mistake(folder: Path) -> None:
@@ -137,9 +181,15 @@ def test_a_first_loss_of_zero_does_not_hide_the_division(folder: Path) -> None:
             loss = super().compute_loss(*args, **kwargs)
             return loss * 0 if self.seen < 6 and torch.is_grad_enabled() else loss
 
-    trainer = trainer_for(folder, StartsAtZero, gradient_accumulation_steps=4)
-    with pytest.raises(ModelError, match="divides the loss by"):
-        trainer.train()
+    class Undivided(StartsAtZero):
+        divides = False
+
+    dividing, whole = (
+        trainer_for(folder, kind, gradient_accumulation_steps=4) for kind in (StartsAtZero, Undivided)
+    )
+    dividing.train()
+    whole.train()
+    assert weights(dividing) == weights(whole)
 
 
 def test_an_own_step_under_terms_is_left_alone(folder: Path) -> None:
@@ -356,3 +406,69 @@ def test_the_count_of_an_update_without_targets_is_one_and_it_changes_no_weight(
     assert set(counts) == {1.0}
     assert result.training_loss == 0.0
     assert weights_hash(trainer.model) == before
+
+
+class Pair(nn.Module):
+    """Takes a batch without names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layer(x), y)
+
+
+class OpenPair(Pair):
+    """By its signature it could be given a count."""
+
+    def forward(self, x: Tensor, y: Tensor, **others: Any) -> Tensor:
+        assert not others
+        return super().forward(x, y)
+
+
+def test_a_batch_without_names_gets_no_count(folder: Path) -> None:
+    pairs = [(row["x"], row["x"] * 2) for row in samples()]
+    hashes = []
+    for kind in (Pair, OpenPair):
+        torch.manual_seed(0)
+        trainer = trainer_for(folder, model=kind(), data=pairs, gradient_accumulation_steps=2)
+        trainer.train()
+        hashes.append(weights_hash(trainer.model))
+    assert hashes[0] == hashes[1]
+
+
+def test_a_loss_function_may_get_a_batch_that_is_one_tensor(folder: Path) -> None:
+    def square(outputs: Tensor, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        assert labels is None
+        return outputs.square().mean()
+
+    trainer = trainer_for(folder, model=nn.Linear(3, 3), data=[row["x"] for row in samples()])
+    trainer.compute_loss_func = square
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_batch_that_cannot_be_smoothed_is_named(folder: Path, said: list[str]) -> None:
+    pairs = [(row["x"], row["x"] * 2) for row in samples()]
+    trainer = trainer_for(folder, model=Pair(), data=pairs, label_smoothing_factor=0.1, log_level="warning")
+    trainer.train()
+    assert said.count("label_smoothing_factor has no effect on batches without 'labels'") == 1
+
+
+def test_containers_keep_their_types_on_the_device() -> None:
+    class Columns(dict):  # type: ignore[type-arg]
+        """A mapping whose constructor takes something else."""
+
+        def __init__(self, *, rows: int) -> None:
+            super().__init__()
+            self.rows = rows
+
+    grouped, columns = defaultdict(list, x=torch.ones(1)), Columns(rows=1)
+    columns["x"] = [torch.ones(1)]
+    moved = [on_device(batch, torch.device("meta"), None) for batch in (grouped, columns)]
+    assert [type(batch) for batch in moved] == [defaultdict, Columns]
+    assert moved[0]["x"].is_meta
+    assert moved[1]["x"][0].is_meta
+    assert moved[1].rows == 1
+    assert not grouped["x"].is_meta

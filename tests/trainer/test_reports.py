@@ -36,7 +36,7 @@ def test_metrics_jsonl_holds_every_log(tmp_path: Path) -> None:
     assert losses == [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("shape", ["logs", "logs and start", "anything"])
+@pytest.mark.parametrize("shape", ["logs", "logs and start", "anything", "keywords", "a keyword"])
 def test_log_may_be_overridden_in_every_generation(tmp_path: Path, shape: str) -> None:
     class One(Trainer):
         def log(self, logs: dict[str, float]) -> None:
@@ -50,7 +50,16 @@ def test_log_may_be_overridden_in_every_generation(tmp_path: Path, shape: str) -
         def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             super().log({**logs, "mine": 1.0}, *args, **kwargs)
 
-    kind = {"logs": One, "logs and start": Two, "anything": Third}[shape]
+    class Fourth(Trainer):
+        def log(self, logs: dict[str, float], **kwargs: Any) -> None:
+            super().log({**logs, "mine": 1.0}, **kwargs)
+
+    class Fifth(Trainer):
+        def log(self, logs: dict[str, float], *, start_time: float | None = None) -> None:
+            super().log({**logs, "mine": 1.0}, start_time)
+
+    shapes = {"logs": One, "logs and start": Two, "anything": Third, "keywords": Fourth, "a keyword": Fifth}
+    kind = shapes[shape]
     trainer = kind(Net(), arguments(tmp_path, logging_steps=1), train_dataset=rows(16))
     trainer.train()
     assert len(trainer.state.log_history) == 5

@@ -165,54 +165,7 @@ def test_workers_killed_and_resumed(folder: Path) -> None:
     assert killed.state.global_step == whole.state.global_step == 5
 
 
-# --- events at the edges of an epoch --------------------------------------------------------------------------------
-
-LAST_OF_EPOCH = 5
-EDGES_CASE = Case(
-    {**EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
-)
-EDGES = [
-    ("on_step_end", 1),
-    ("on_save", 1),  # the save of the step
-    ("on_epoch_end", 1),
-    ("on_evaluate", 1),
-    ("on_save", 2),  # the save of the best, after the epoch's evaluation
-    ("on_epoch_begin", 1),
-]
-
-
-@pytest.fixture(scope="module")
-def whole_and_events(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer, list[str]]:
-    """An undisturbed run: its folder, its trainer and its events."""
-    place = tmp_path_factory.mktemp("edges")
-    whole = run(place / "whole", EDGES_CASE, Recorder(place / "expected"))
-    return place / "whole", whole, events(place / "expected")
-
-
-@pytest.mark.parametrize(("event", "occurrence", "step"), [
-    (event, occurrence, step)
-    for event, occurrence in EDGES
-    for step in (LAST_OF_EPOCH, 2 * LAST_OF_EPOCH)
-    if (event, step) != ("on_epoch_begin", 2 * LAST_OF_EPOCH)  # no epoch begins after the last one
-])  # fmt: skip
-def test_no_event_of_an_epoch_is_lost_or_doubled(
-    event: str,
-    occurrence: int,
-    step: int,
-    folder: Path,
-    whole_and_events: tuple[Path, Trainer, list[str]],
-) -> None:
-    case, (undisturbed, whole, expected) = EDGES_CASE, whole_and_events
-    if event == "on_save" and expected.count(f"save {step} {step / LAST_OF_EPOCH:.6f}") < occurrence:
-        pytest.skip("this epoch's evaluation was not the best")
-    first = folder / "killed"
-    callbacks = [Recorder(folder / "before"), kill(event, step, occurrence)]
-    assert in_a_child(lambda: run(first, case, *callbacks)) == KILLED
-    resumed = run(first, case, Recorder(folder / "after"), resume=True)
-    before = events(folder / "before")
-    kept = len(before) - next(i for i, line in enumerate(reversed(before)) if line.startswith("save "))
-    assert before[:kept] + events(folder / "after") == expected
-    same_run(first, resumed, undisturbed, whole)
+# --- a run that is over -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_had_ended_trains_no_more(folder: Path) -> None:

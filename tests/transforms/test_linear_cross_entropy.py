@@ -140,6 +140,28 @@ def test_autocast() -> None:
     assert [gradient.dtype for gradient in _gradients(ours, tuple(tensors))] == [torch.float32] * 3
 
 
+@pytest.mark.parametrize("targets", [300, 700, 1000])
+def test_what_divides_the_loss_is_not_rounded_to_half_precision(targets: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16() for size in (targets, 64))
+    classes = torch.randint(0, 64, (targets,), generator=generator)
+    found, exact = (
+        [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    for loss, tensors in (
+        (linear_cross_entropy(*found, None, classes).loss, found),
+        (cross_entropy(linear(*exact), classes, reduction="sum"), exact),
+    ):
+        (loss / targets).backward(inputs=tensors)
+    for one, other in zip(found, exact, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        # Roundings of single elements cancel in the length along the exact gradient; that of the factor is in it.
+        length = (one.grad.double() * other.grad).sum() / other.grad.square().sum()
+        torch.testing.assert_close(length, torch.ones_like(length), rtol=4e-4, atol=0)
+
+
 def test_a_second_backward_needs_a_graph_that_is_kept() -> None:
     """LOMO with clipping goes twice through one graph."""
     *tensors, targets = _tensors()

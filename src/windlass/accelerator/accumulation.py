@@ -121,6 +121,7 @@ class AccumulationState:
 
     def advance(self) -> None:
         """Start the next micro-batch, and determine whether it completes an update."""
+        # Batches of the update so far. `sync_gradients` is still that of the micro-batch before: True ended an update.
         self._covered = self._loader_batches() + (0 if self.sync_gradients else self._covered or 0)
         if self.sync_with_dataloader and self.end_of_dataloader:
             self.step, self.sync_gradients = 0, True

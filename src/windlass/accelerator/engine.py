@@ -38,6 +38,7 @@ def clip_norm(prepared: Prepared, parameters: Any, max_norm: float, norm_type: f
     if executors and isinstance(executors[0], ZeroExecutor):
         _check_clipped(executors[0], chosen, norm_type)
         return executors[0].clip(max_norm)
+    # One for all: models of a loop are spread alike, and its strategy knows how their norm is computed.
     if executors and norm_type == 2:
         return executors[0].clip(max_norm, parameters=chosen)  # type: ignore[call-arg]
     norm = torch.nn.utils.get_total_norm([p.grad for p in chosen if p.grad is not None], norm_type=norm_type)

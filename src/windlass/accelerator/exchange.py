@@ -50,6 +50,7 @@ def _of_samples(tensor: Tensor, loader: ActiveLoader) -> Tensor:
     if loader.is_filler:
         return tensor.reshape(1)[:0] if tensor.ndim == 0 else tensor[:0]
     here = loader.samples_here
+    # Only a tensor with the rows of a full batch has too many; others have the rows that the script made.
     if here is not None and tensor.ndim and tensor.shape[0] == loader.batch_size and here < tensor.shape[0]:
         return tensor[:here]
     return tensor

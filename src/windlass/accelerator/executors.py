@@ -136,6 +136,7 @@ class Executors:
         """The executor of one optimizer and its models."""
         if id(optimizer) in self._engines:
             return self._engines[id(optimizer)][0]
+        # Another number: a group was added since.
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known, executor = self._executors.get(optimizer, (0, None))
         if executor is None or known != count:
@@ -212,6 +213,7 @@ class Executors:
                 executor.dispatch()
             return applied
         executor.unscale()
+        # The scale is read through `scale`, on the device: the host does not wait for it.
         unit = torch.ones((), device=self._device)
         earlier = self.scaler.scale(unit)
         applied = executor.step()

@@ -246,7 +246,7 @@ class HookFiles:
                     "remove the model's weights from the list that the hook receives"
                 )
             else:
-                path.rename(target)
+                path.rename(target)  # both folders are on one disk
         self.clear()
 
 

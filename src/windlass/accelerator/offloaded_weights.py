@@ -32,6 +32,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def load_offloaded_parameter(model: nn.Module, param_name: str) -> Tensor:
     """The data of one offloaded parameter or buffer, from the weights map of a hook on a module that contains it."""
     parts = param_name.split(".")
+    # From the innermost module outwards: the nearest hook has moved the weight.
     for depth in reversed(range(len(parts))):
         hook = offload_hook(model.get_submodule(".".join(parts[:depth])))
         name = ".".join(parts[depth:])

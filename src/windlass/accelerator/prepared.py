@@ -61,7 +61,8 @@ class Prepared:
         self.guards: list[Callable[[], None]] = []
         self._device, self._ranks, self._elsewhere = device, ranks, elsewhere
         self._restorable: list[Strategy] = []  # their models load what they save
-        # Parameters before their model was sharded, for optimizers that were built on them.
+        # Parameters before their model was sharded, for optimizers that were built on them. By weak references: once a
+        # parameter is freed, its `id` may be that of another tensor.
         self._before: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
     # --- models -------------------------------------------------------------------------------------------------------

@@ -19,11 +19,14 @@ class PreparedSchedule:
 
     Args:
         scheduler: the user's schedule.
-        optimizers: the optimizers whose updates it follows.
+        optimizers: those that were prepared before it; see `follow`.
         unit: what it counts. "loader_batch": batches of the unprepared loader; each update advances it by the number of
             batches that the update covers. "optimizer_step": updates that were applied, for any number of processes
             and calls of `step`. "call": calls of `step`.
         adjust: count micro-batches in the schedule's `_step_count`, which only its warnings read.
+
+    Attributes:
+        optimizers: the optimizers whose updates it follows.
     """
 
     _is_accelerate_prepared = True  # scripts look for it
@@ -37,18 +40,30 @@ class PreparedSchedule:
         adjust: bool,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers = list(optimizers)
+        self.optimizers: list[PreparedOptimizer] = []
+        self._followed = 0  # their updates that the schedule has counted
         self.unit: Unit = unit
         self._accumulation = accumulation
         # It depends on a metric, not on data.
         self._counts_batches = not isinstance(scheduler, ReduceLROnPlateau)
-        self._adjust = adjust
-        self._followed = self._updates()
+        # Schedules that do not count their steps have no such warnings (`ReduceLROnPlateau`).
+        self._adjust = adjust and hasattr(scheduler, "_step_count")
+        self.follow(optimizers)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not set yet while a copy is made
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def follow(self, optimizers: Sequence[PreparedOptimizer]) -> None:
+        """Follow the optimizer that the schedule was built on, or all of `optimizers` if it is not among them. Called
+        again for each optimizer that is prepared later, which may be that one.
+        """
+        built_on = getattr(self.scheduler, "optimizer", None)
+        found = [o for o in optimizers if built_on is o or built_on is o.optimizer] or list(optimizers)
+        if found != self.optimizers:
+            self.optimizers = found
+            self._followed = self._updates()
 
     def _updates(self) -> int:
         return max((optimizer.updates for optimizer in self.optimizers), default=0)
@@ -71,7 +86,8 @@ class PreparedSchedule:
     def _advance(self, *args: Any, **kwargs: Any) -> None:
         # The data may have more batches than the schedule was built for; it must not run past its end.
         end = getattr(self.scheduler, "total_steps", None)
-        if end is None or self.scheduler._step_count <= end:
+        # Not by its `_step_count`, in which micro-batches are counted too.
+        if end is None or self.scheduler.last_epoch < end:
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:

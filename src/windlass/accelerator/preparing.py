@@ -114,7 +114,8 @@ class Preparer:
     def _prepare_models(
         self, models: list[nn.Module], placement: list[bool | None], evaluation_mode: bool = False
     ) -> list[nn.Module]:
-        new = [m for m in models if self._prepared.strategy_of(m) is None]
+        # By identity: a script may pass one model under two names.
+        new = list({id(m): m for m in models if self._prepared.strategy_of(m) is None}.values())
         for model in new:
             self._check_model(model)
         placed = {
@@ -243,6 +244,8 @@ class Preparer:
         prepared = PreparedOptimizer(optimizer, self._accumulation, executors.update)
         self._prepared.optimizers.append(prepared)
         executors.add(prepared)
+        for schedule in self._prepared.schedules:
+            schedule.follow(self._prepared.optimizers)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedSchedule:
@@ -250,14 +253,11 @@ class Preparer:
         for known in self._prepared.schedules:
             if scheduler is known or scheduler is known.scheduler:
                 return known
-        followed = getattr(scheduler, "optimizer", None)
-        optimizers = self._prepared.optimizers
-        own = [o for o in optimizers if followed is o or followed is o.optimizer]
         unit = self._settings.schedule_unit
         self._log_unit(unit)
         prepared = PreparedSchedule(
             scheduler,
-            own or optimizers,
+            self._prepared.optimizers,
             self._accumulation,
             unit or "call",
             self._settings.accumulation.adjust_scheduler,
@@ -320,6 +320,7 @@ def bring_state_along(optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(parameter, Tensor):
             continue
         for key, value in state.items():
+            # Scalars are step counters, which torch's optimizers keep on the host, unless they are fused.
             if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
                 state[key] = value.to(parameter.device)
 

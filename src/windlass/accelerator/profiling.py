@@ -32,6 +32,7 @@ def profile(settings: ProfileKwargs, rank: int = 0) -> Iterator[torch.profiler.p
         with_modules=settings.with_modules,
     ) as profiler:
         yield profiler
+    # Not after an exception: its trace would end in the middle of a step.
     if settings.output_trace_dir is not None:
         _export(profiler, Path(settings.output_trace_dir) / f"profile_{rank}.json")
 

@@ -17,6 +17,7 @@ from windlass.core.errors import DataError
 from windlass.core.output import STDOUT
 from windlass.core.process_count import process_count
 from windlass.core.world import World
+from windlass.data.dealt_rows import share
 from windlass.dist.gang import Gang, leave
 from windlass.dist.operations import check_operations, operations_are_checked
 
@@ -161,11 +162,9 @@ def share_of(inputs: Any, all_ranks: Gang, apply_padding: bool = False) -> Any:
     if all_ranks.size == 1:
         return inputs
     length = _length(inputs)
-    each, extra = divmod(length, all_ranks.size)
-    start = all_ranks.rank * each + min(all_ranks.rank, extra)
-    stop = start + each + (all_ranks.rank < extra)
-    missing = each + (extra > 0) - (stop - start) if apply_padding and length else 0
-    return _take(inputs, range(start, stop), missing)
+    places = range(*share(length, all_ranks.size, all_ranks.rank))
+    missing = -(-length // all_ranks.size) - len(places) if apply_padding else 0
+    return _take(inputs, places, missing)
 
 
 def _length(inputs: Any) -> int:

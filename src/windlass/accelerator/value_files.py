@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from windlass.checkpoint import strict_json
-from windlass.checkpoint.codec import decode, encode
+from windlass.checkpoint.codec import decode, encode, has_references
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
@@ -19,6 +21,9 @@ from windlass.core.logs import get_logger, warn_once
 
 _log = get_logger(__name__)
 _TENSORS, _VALUES = ".safetensors", ".json"
+# In the header of the tensors: the hash of the values that were saved with them. Two files cannot be replaced in one
+# instant, and tensors of one save beside values of another would be read without an error.
+_DIGEST = "values_sha256"
 
 
 def on_this_machine(path: str | os.PathLike[str]) -> Path:
@@ -89,19 +94,30 @@ def _save_tensors(path: Path, tensors: Any) -> None:
 def _save_nest(path: Path, values: Any) -> None:
     files = Files()
     tree, found = encode(values)
-    if found:
-        with files.replacing(path.with_suffix(_TENSORS)) as new:
-            write_tensors(new, found, files=files)
-    with files.replacing(path) as new:
-        files.write(new, [strict_json.dump(tree, path.name)])
+    text = strict_json.dump(tree, path.name)
+    with contextlib.ExitStack() as stack:
+        if found:
+            new = stack.enter_context(files.replacing(path.with_suffix(_TENSORS)))
+            # transformers reads a file with metadata only if these name a format.
+            metadata = {"format": "pt", _DIGEST: hashlib.sha256(text).hexdigest()}
+            write_tensors(new, found, metadata, files=files)
+        # Both are written before one of them is renamed.
+        files.write(stack.enter_context(files.replacing(path)), [text])
 
 
 def _load_nest(path: Path) -> Any:
     files, beside = Files(), path.with_suffix(_TENSORS)
-    tree = strict_json.read(path, files)
-    if not beside.exists():
+    text = files.read(path, strict_json.MAX_JSON_BYTES)
+    tree = strict_json.parse(text, str(path))
+    # Values without tensors may have replaced such with tensors, or lie beside another file of that name.
+    if not beside.exists() or not has_references(tree):
         return decode(tree, {})
     with open_tensors(beside, files) as tensors:
+        if tensors.metadata.get(_DIGEST) not in (None, hashlib.sha256(text).hexdigest()):
+            raise CheckpointError(
+                f"{path.name} and {beside.name} are of two saves: one was interrupted before it had replaced both, or "
+                f"{path.name} was edited. Use an earlier save"
+            )
         return decode(tree, tensors)
 
 

@@ -29,7 +29,7 @@ from windlass.checkpoint.manager import CheckpointManager, costs_one_save
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import SaveDropped
 from windlass.core.errors import CheckpointError
-from windlass.dist.beacon import waiting
+from windlass.dist.beacon import limited_wait
 from windlass.dist.gang import Gang
 
 # The writer gives way to what trains, where both want the same core.
@@ -60,11 +60,6 @@ class BackgroundCall:
     def ended(self) -> bool:
         return self._ended
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether the work has been done, to its end and without an error."""
-        return self._ended and self.error is None
-
     def start(self) -> None:
         if self._launched:
             return
@@ -86,7 +81,7 @@ class BackgroundCall:
         self.start()  # does nothing, unless an interrupt prevented it
         if self._ended:
             return
-        with waiting(f"wait for {self._name}"):
+        with limited_wait(f"wait for {self._name}"):
             while not self._ended:
                 if self._running.acquire(timeout=_POLL):
                     self._running.release()
@@ -240,9 +235,9 @@ class BackgroundSaver:
         commit = pending.commit
 
         def watch() -> None:
-            pending.writing.wait()
-            while pending.writing.succeeded and not pending.ended.is_set():
-                if pending.staged.is_sealed_by_others():
+            # Not `writing.wait`, which marks the process as waiting: the script goes on meanwhile.
+            while pending.writing.error is None and not pending.ended.is_set():
+                if pending.writing.ended and pending.staged.is_sealed_by_others():
                     pending.seen = True
                     commit.start()
                     return

@@ -112,7 +112,8 @@ class _Encoder:
             return self._tensor("$tensor", value, path)
         if kind is bytes:
             return self._tensor("$bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy()), path)
-        if isinstance(value, np.ndarray | np.generic):
+        # A masked array would come back without its mask.
+        if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
             return self._array(value, path)
         raise CheckpointError(
             f"state {_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved; tensors, numpy "
@@ -173,6 +174,16 @@ def _is_plain(value: Any) -> bool:
     if kind is float:
         return math.isfinite(value)
     return kind is str or kind is bool or value is None or (kind is int and -(1 << 63) <= value < 1 << 63)
+
+
+def has_references(tree: Any, depth: int = 0) -> bool:
+    """Return True if a tree that `encode` made refers to tensors, or is so deep that `decode` refuses it."""
+    if not isinstance(tree, dict | list) or depth > MAX_DEPTH:
+        return depth > MAX_DEPTH
+    if isinstance(tree, dict) and not tree.keys().isdisjoint(_IN_FILE):
+        return True
+    items = tree.values() if isinstance(tree, dict) else tree
+    return any(has_references(item, depth + 1) for item in items)
 
 
 def decode(tree: Any, tensors: TensorFile | dict[str, Tensor]) -> Any:

@@ -111,8 +111,9 @@ def _tensor_difference(one: StoredTensors, other: StoredTensors, where: str, nam
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     largest = torch.zeros((), dtype=torch.float64)
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     for start in range(0, a.numel(), _PIECE):
-        piece = a[start : start + _PIECE].double() - b[start : start + _PIECE].double()
+        piece = a[start : start + _PIECE].to(wide) - b[start : start + _PIECE].to(wide)
         largest = torch.maximum(largest, piece.abs().max())
     return float(largest)
 

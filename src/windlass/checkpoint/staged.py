@@ -34,7 +34,7 @@ from windlass.core.types import State
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 # The state of a rank, or its part of tensors, which it lists itself.
-_RANK_FILE = re.compile(r"rank-\d{5,}\..*|\w+-rank-\d{5,}\.safetensors")
+_RANK_FILE = re.compile(r"(?:tmp-)?rank-\d{5,}\..*|\w+-rank-\d{5,}\.safetensors")
 _logger = get_logger(__name__)
 
 
@@ -117,7 +117,10 @@ class StagedCheckpoint:
         self.files.sync_folder(self.folder)
         if not self._is_writer:
             path = self.folder / f"{rank_stem(self._rank)}.files.json"
-            self.files.write(path, [strict_json.dump(listing(self._written), path.name)])
+            # Renamed once it is on the disk: the writer rank may commit as soon as it reads a list, and this rank has
+            # failed if its list cannot be synced (a network file system reports a full disk only then).
+            with self.files.replacing(path) as new:
+                self.files.write(new, [strict_json.dump(listing(self._written), path.name)])
         self._sealed = True
 
     def _adopt(self, folder: Path, prefix: str) -> None:

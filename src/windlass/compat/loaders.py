@@ -26,7 +26,6 @@ from windlass.data.choice import PassthroughReader, ReaderChoice
 from windlass.data.dealt_rows import balanced_batches
 from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
-from windlass.data.seeding import set_epochs
 from windlass.data.shards import BatchSamplerShard
 from windlass.data.workers import start_timeout
 from windlass.dist.gang import Gang, current
@@ -416,9 +415,6 @@ class ShardReader(PassthroughReader):
         return size if size is None or getattr(self._batches, "split_batches", False) else size * self._ranks
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
-        inner = getattr(self._batches, "batch_sampler", None)
-        samplers = (getattr(part, "sampler", None) for part in (self._batches, inner))
-        set_epochs(wanted.epoch, self._batches, inner, *samplers, self._dataset)
         for dealt in super().read(wanted):
             yield dealt if self._ranks == 1 else replace(dealt, shares=self._shares(dealt))
 

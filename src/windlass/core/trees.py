@@ -57,7 +57,7 @@ def honor_type(value: Any, items: Iterable[Any]) -> Any:
     return _built(type(value), plain(items))
 
 
-def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the type of `value`, with its attributes and these items."""
     if type(value) is dict:
         return items
@@ -86,7 +86,7 @@ def map_leaves(
     if is_leaf(nest):
         return change(nest)
     if isinstance(nest, Mapping):
-        return _like(nest, {key: map_leaves(change, item, is_leaf) for key, item in nest.items()})
+        return mapping_like(nest, {key: map_leaves(change, item, is_leaf) for key, item in nest.items()})
     if isinstance(nest, tuple | list):
         return honor_type(nest, [map_leaves(change, item, is_leaf) for item in nest])
     return nest
@@ -217,7 +217,7 @@ def send_to_device(
             key: item if key in skipped else send_to_device(item, device, non_blocking, skipped)
             for key, item in part.items()
         }
-        return _like(part, moved)
+        return mapping_like(part, moved)
 
     return map_leaves(move, tensor, lambda part: hasattr(part, "to") or holds_skipped(part))
 
@@ -315,7 +315,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         columns = [[part[i] for part in data] for i in range(len(first))]
         return honor_type(first, (concatenate(column, dim) for column in columns))
     if isinstance(first, Mapping):
-        return _like(first, {key: concatenate([part[key] for part in data], dim) for key in first})
+        return mapping_like(first, {key: concatenate([part[key] for part in data], dim) for key in first})
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
     if len(data) == 1:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from windlass.core.attempt import of_attempt
 from windlass.core.errors import PeerError
 from windlass.core.world import World
 
@@ -38,7 +39,7 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
         return
     try:
         yield
-    except BaseException:
+    except BaseException:  # also Ctrl-C: the others would wait for as long as `timeout`
         store.set(key, "failed")
         raise
     store.set(key, "done")
@@ -46,8 +47,8 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
 
 @functools.cache
 def _store(rank: int, size: int) -> Any:
-    """The store of the job; the process group that is made later uses the same one."""
+    """The store of this attempt of the job; the process group that is made later uses the same one."""
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://", rank, size))
-    return store
+    return of_attempt(store)

@@ -63,6 +63,7 @@ class AgreedStream:
 
     def accepts(self, unit: str) -> bool:
         """The unit of a saved position shows if the stream split itself before it."""
+        # The two differ only in a user's loop (`lockstep`); a Trainer passes the number of parts to `_opened`.
         if not self.agreed and unit == self._own.unit != self._shared.unit:
             self.take_own_parts()
         return self._reader.accepts(unit)

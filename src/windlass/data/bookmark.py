@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from array import array
 from collections.abc import Callable, Mapping
@@ -15,7 +16,9 @@ from windlass.data.datasets_nodes import has_shuffle_buffer
 
 
 def checksum(sample: Any, begun: int = 0) -> int:
-    """A 32-bit number that differs between samples that differ, and is the same in any process."""
+    """A 32-bit number of the content of a sample, the same in any process: another one if the content differs, but for
+    chance. Of objects of unknown types it holds the name of the type alone.
+    """
     if isinstance(sample, Mapping):
         for name, value in sample.items():
             begun = checksum(value, checksum(name, begun))
@@ -32,9 +35,14 @@ def checksum(sample: Any, begun: int = 0) -> int:
     if isinstance(sample, torch.Tensor):
         content = bits_of(sample.detach().cpu()).numpy().tobytes()
         return zlib.crc32(content, zlib.crc32(str(sample.dtype).encode(), begun))
-    if isinstance(sample, np.ndarray):
-        return zlib.crc32(np.ascontiguousarray(sample).tobytes(), begun)
-    known = isinstance(sample, (str, bytes, int, float, complex, type(None)))
+    if isinstance(sample, np.ndarray) and sample.dtype.hasobject:
+        return checksum(sample.tolist(), begun)  # its bytes are addresses
+    if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        return checksum([getattr(sample, item.name) for item in dataclasses.fields(sample)], begun)
+    content_of = getattr(sample, "tobytes", None)  # of arrays and values of NumPy, and of images of PIL
+    if callable(content_of):
+        return zlib.crc32(content_of(), begun)
+    known = isinstance(sample, (str, bytes, bytearray, int, float, complex, type(None)))
     # The text of any other object may hold its address.
     return zlib.crc32(repr(sample if known else type(sample).__name__).encode(), begun)
 
@@ -42,7 +50,7 @@ def checksum(sample: Any, begun: int = 0) -> int:
 WITNESSES = 4  # samples that are compared: enough to show samples that a buffer lost
 MAX_VALUES = 1_000_000  # of a state; it is copied, and written as JSON
 _CHEAP = 256  # values of a state, copied in some 20 us; one twice as large is taken at every second row
-_DEEPEST = 60
+_DEEPEST = 60  # levels of a state; less than checkpoints can nest, because it lies within other states there
 
 
 class Bookmark(TypedDict):
@@ -103,6 +111,7 @@ class Places:
 
     def __init__(self, dataset: Any) -> None:
         self._state: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
+        # Once there is a reason, no state is asked for again: `state_dict` may be expensive, and fail in each row.
         self._reason = why_without_state(dataset)
         self._newest: StreamPlace | None = None
         self._rows, self._stride = 0, 1
@@ -180,7 +189,7 @@ class _Copier:
             return value
         if isinstance(value, dict):
             return self._map(value, path)
-        if kind is list or kind is tuple:
+        if kind is list or kind is tuple:  # not subclasses: a named tuple would come back as a plain one
             return kind(self.copy(item, (*path, str(index))) for index, item in enumerate(value))
         if isinstance(value, torch.Tensor):
             self.values += value.numel()

@@ -27,10 +27,16 @@ from windlass.data.collate_pad import plain_collate
 from windlass.data.dealt_rows import BatchRows, Rows, SampleRows
 from windlass.data.dispatch import Dispatched
 from windlass.data.fetch import Fetch, FetchItem
-from windlass.data.foreign_loader import loader_length
 from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.map_reader import MapReader
-from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
+from windlass.data.order import (
+    Order,
+    RandomOrder,
+    SamplerOrder,
+    SequentialOrder,
+    known_length,
+    ordering_parts,
+)
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
 from windlass.data.seeding import set_epochs
@@ -54,12 +60,12 @@ class PassthroughReader:
         return getattr(self._loader, "batch_size", None)
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
-        start = wanted.start
+        loader, start = self._loader, wanted.start
         if start:
-            name = type(self._loader).__name__
+            name = type(loader).__name__
             logger.warning(f"reading {start} batches of {name} again, to continue after them")
-        set_epochs(wanted.epoch, self._loader, getattr(self._loader, "sampler", None))
-        batches, done = read_batches(self._loader, self._reader), 0
+        set_epochs(wanted.epoch, loader, *ordering_parts(loader), getattr(loader, "dataset", None))
+        batches, done = read_batches(loader, self._reader), 0
         batch = next(batches, _END)
         while batch is not _END:
             following, done = next(batches, _END), done + 1
@@ -71,7 +77,7 @@ class PassthroughReader:
         return unit == self.unit
 
     def count(self, epoch: int, start: int = 0) -> int | None:
-        whole = loader_length(self._loader)
+        whole = known_length(self._loader)
         return None if whole is None else max(whole - start, 0)
 
     def position(self, epoch: int, batches: int) -> int:
@@ -124,6 +130,7 @@ class ReaderChoice:
         self._refuse_contradictions(ranks, dispatch)
         if dispatch and ranks > 1:
             alone = copy.copy(self)
+            # The main process reads without exchanges: other ranks may have no data.
             alone._data_ranks = Gang()
             is_stream = isinstance(self._dataset, IterableDataset) and not _iterates_in_its_own_way(
                 self._loader
@@ -165,6 +172,8 @@ class ReaderChoice:
         return batch_size if self._split else batch_size * ranks
 
     def _order(self, sampler: Any) -> Order:
+        if isinstance(sampler, Order):
+            return sampler
         if type(sampler) is SequentialSampler:
             return SequentialOrder(len(sampler), self._seed)
         if type(sampler) is RandomSampler and self._seedable:

@@ -263,6 +263,7 @@ def pad_ids(examples: Features, tokenizer: Any, pad_to_multiple_of: int | None =
     """
     fill, side = tokenizer.pad_token_id or 0, tokenizer.padding_side
     padded = pad_rows(examples, fill, side, multiple=pad_to_multiple_of)
+    # Filled with 0 in any case, and refused only if something was filled.
     if min(map(len, examples)) < padded.shape[1] and tokenizer.pad_token is None:
         raise ValueError(
             f"samples of different lengths must be padded, and {type(tokenizer).__name__} has no pad token; "

@@ -99,13 +99,21 @@ def _lacking(samples: Features) -> DataError | None:
 
 
 def _cannot_stack(name: str, values: list[Any], error: Exception) -> DataError:
-    shapes = sorted({str(list(np.shape(value))) for value in values if hasattr(value, "__len__")})
+    shapes = sorted({shape for value in values if (shape := _shape(value))})
     return DataError(
         f"column {name!r} cannot be stacked into a batch ({error}). "
         + (f"Its samples have the shapes {' and '.join(shapes[:3])}. " if len(shapes) > 1 else "")
         + "Pad the samples to one length, or pass a data_collator that does, such as "
         "DataCollatorWithPadding(tokenizer)."
     )
+
+
+def _shape(value: Any) -> str:
+    """The shape of a value, for an error; empty if it is one number, or a nest that has no shape."""
+    try:
+        return str(list(np.shape(value))) if hasattr(value, "__len__") else ""
+    except ValueError:
+        return ""
 
 
 def _stack_torch(values: list[Any]) -> torch.Tensor:
@@ -124,22 +132,22 @@ def _torch_labels(values: list[Any], sequences: bool) -> torch.Tensor:
     first = values[0]
     if sequences and isinstance(first, torch.Tensor):
         return torch.stack(values)
-    return torch.tensor(values, dtype=torch.long if _whole(first, sequences) else torch.float)
+    return torch.tensor(values, dtype=torch.long if _whole(values, sequences) else torch.float)
 
 
 def _numpy_labels(values: list[Any], sequences: bool) -> np.ndarray[Any, Any]:
     first = values[0]
     if sequences and isinstance(first, np.ndarray):
         return np.stack(values)
-    return np.array(values, dtype=np.int64 if _whole(first, sequences) else np.float32)
+    return np.array(values, dtype=np.int64 if _whole(values, sequences) else np.float32)
 
 
-def _whole(first: Any, sequences: bool) -> bool:
-    """Return True if labels are class numbers, False if they are regression targets."""
-    value = first[0] if sequences else first
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        value = value.item()
-    return isinstance(value, (int, np.integer))
+def _whole(values: list[Any], sequences: bool) -> bool:
+    """Return True if labels are class numbers, False if one of them is a regression target."""
+    if sequences:
+        return np.asarray(values).dtype.kind in "biu"
+    numbers = (value.item() if isinstance(value, (torch.Tensor, np.ndarray)) else value for value in values)
+    return all(isinstance(number, (int, np.integer)) for number in numbers)
 
 
 def plain_collate(samples: list[Any]) -> Any:
@@ -162,6 +170,7 @@ def pad_quietly(tokenizer: Any, features: Features, **options: Any) -> Any:
     warnings = getattr(tokenizer, "deprecation_warnings", None)
     if warnings is None:  # a feature extractor
         return tokenizer.pad(features, **options)
+    # How transformers remembers that it has given this advice.
     before = warnings.get(_FAST_WARNING, False)
     warnings[_FAST_WARNING] = True
     try:

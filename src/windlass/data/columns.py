@@ -40,6 +40,7 @@ def select_columns(dataset: Any, columns: list[str], what: str) -> Any:
         what: "training", "evaluation", ...: for the message.
     """
     present = getattr(dataset, "column_names", None)
+    # A `DatasetDict` has its columns by split.
     if not columns or not present or isinstance(present, Mapping) or not hasattr(dataset, "remove_columns"):
         return dataset
     unused = _unused(present, columns, what)

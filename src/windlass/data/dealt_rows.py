@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.core.errors import DataError
 from windlass.data.batch_reader import DealtBatch
-from windlass.data.order import Order, RebalancedOrder, own_generators, run_sampler
+from windlass.data.order import Order, RebalancedOrder, ordering_parts, own_generators, run_sampler
 
 # Rows whose positions are converted from an order's array at once: each conversion costs as much as reading a row.
 _ROWS_AT_ONCE = 64
@@ -105,7 +105,7 @@ class BatchRows:
         self._drop_last = bool(getattr(sampler, "drop_last", False))
         size = getattr(sampler, "batch_size", None)
         self.total_batch_size = None if size is None else int(size) * self._per_row
-        self._generators = own_generators(sampler, getattr(sampler, "sampler", None))
+        self._generators = own_generators(sampler, *ordering_parts(sampler))
         self._cached: tuple[tuple[int, int], list[list[int]]] | None = None
 
     def batches(self, epoch: int, start: int, rank: int) -> Iterator[DealtBatch]:
@@ -214,7 +214,7 @@ def _sizes(costs: list[float], count: int) -> list[int]:
         return [1] * len(costs) + [0] * (count - len(costs))
     even = [share(len(costs), count, group) for group in range(count)]
     low, high = costs[0], max((end - start) * costs[start] for start, end in even)
-    for _ in range(40):
+    for _ in range(40):  # halvings: the limit is exact to 1e-12 of its first range
         limit = (low + high) / 2
         if _greedy(costs, limit, count) is None:
             low = limit

@@ -153,10 +153,11 @@ class Dispatched:
         return pieces, list(shares_of(count, ranks))
 
     def _send_to_all(self, parcels: list[torch.Tensor]) -> None:
-        self._wait_for_sends()
+        self._wait_for_sends()  # only now: the last row was sent while this rank computed with it
         group = self._data_ranks.host_group
         for rank, parcel in enumerate(parcels):
             if rank != _MAIN:
+                # The size first: a receiver has to allocate the memory.
                 for content in (torch.tensor([parcel.numel()]), parcel):
                     self._under_way.append((dist.isend(content, group=group, group_dst=rank), content))
 

@@ -18,11 +18,13 @@ from windlass.core.types import Collator
 from windlass.data.batch_reader import DealtBatch, pin
 from windlass.data.seeding import Sandbox, collator_reseeder, fingerprint, set_epochs
 
+_SHOWN = 16  # samples that a note on an error lists
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _TORCH = torch.default_generator
 _draw_python = random.random
 # Without the conversions of `random.getstate` and `random.setstate`.
 _state_of_python, _set_python = super(random.Random, _PYTHON).getstate, super(random.Random, _PYTHON).setstate
+# Of the C library that this process has loaded.
 _compare_memory = ctypes.CDLL(None).memcmp
 _compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -63,6 +65,7 @@ class DrawWatch:
         torch_state = _TORCH.get_state()
         self.drew = (
             _draw_python() != self._draw_twin()
+            # `gauss` makes two numbers of two draws and keeps the second: its next call draws nothing.
             or _PYTHON.gauss_next is not self._gauss
             or self._twister.tobytes() != self._numpy
             or _compare_memory(torch_state.data_ptr(), self._torch.data_ptr(), torch_state.numel()) != 0
@@ -112,6 +115,7 @@ class Fetch:
         self._reseed_collator = collator_reseeder(self._collate)
 
     def __getstate__(self) -> dict[str, Any]:
+        # The first is a method of this process's dataset, and a function within a function cannot be sent.
         return {k: v for k, v in self.__dict__.items() if k not in ("_read_many", "_reseed_collator")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # in a worker that was spawned
@@ -159,7 +163,7 @@ class Fetch:
         """Read and collate, seeding before each; the first batch shows if seeding is needed."""
         learning, epoch = self._quiet is None, self._epoch or 0
         drew, samples = False, []
-        for index in ids:
+        for index in ids:  # one at a time, also if the dataset reads many at once: each sample has a seed
             seed_generators(derive_seed(STREAM_SAMPLE, self._seed, epoch, index))
             before = fingerprint() if learning else None
             samples += self._one_by_one([index])
@@ -177,8 +181,12 @@ class Fetch:
         try:
             return self._collate(samples)
         except Exception as error:
-            error.add_note(f"raised while collating the samples {ids[:16]}{'...' if len(ids) > 16 else ''}")
+            error.add_note(f"raised while collating the samples {_listed(ids)}")
             raise
+
+
+def _listed(ids: list[int]) -> str:
+    return f"{ids[:_SHOWN]}{'...' if len(ids) > _SHOWN else ''}"
 
 
 class FetchItem:
@@ -195,14 +203,26 @@ class FetchItem:
     def __init__(self, dataset: Any, convert: Collator, seed: int, many: bool) -> None:
         self._dataset, self._convert, self._seed, self._many = dataset, convert, seed, many
         self._sandbox = Sandbox()
+        self._epoch: int | None = None
 
     def reseed(self, seed: int) -> None:
         self._seed = seed
 
     def __call__(self, epoch: int, ids: list[int], isolate: bool = True) -> Any:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            set_epochs(epoch, self._dataset)
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, epoch, ids[0]))
-            return self._convert(self._dataset[ids if self._many else ids[0]])
+            return self._convert(self._read(ids))
+
+    def _read(self, ids: list[int]) -> Any:
+        try:
+            return self._dataset[ids if self._many else ids[0]]
+        except Exception as error:
+            what = f"samples {_listed(ids)}" if self._many else f"sample {ids[0]}"
+            error.add_note(f"raised while reading {what} of {type(self._dataset).__name__}")
+            raise
 
 
 Fetching = Fetch | FetchItem

@@ -13,7 +13,7 @@ from windlass.core.rng import STREAM_ORDER, STREAM_SAMPLE, derive_seed
 from windlass.core.trees import tensors_in
 from windlass.core.types import State
 from windlass.data.bookmark import checksum, plain_copy
-from windlass.data.order import own_generators
+from windlass.data.order import known_length, ordering_parts, own_generators
 from windlass.data.seeding import Sandbox, rewind, set_epochs
 from windlass.data.skip import skips_unread, with_batch_sampler
 from windlass.data.update_batch import UpdateBatch
@@ -70,7 +70,8 @@ class ForeignLoader:
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._sandbox = Sandbox()
         self._reader = Reader(f"training (by a {type(loader).__name__} of the script)", start_timeout)
-        self._generators = own_generators(loader, getattr(loader, "sampler", None))
+        self._parts = ordering_parts(loader)
+        self._generators = own_generators(loader, *self._parts)
 
     @property
     def dataset(self) -> Any:
@@ -89,7 +90,7 @@ class ForeignLoader:
         return len(self.loader)
 
     def groups_per_epoch(self, accumulation: int | None = None) -> int | None:
-        count = self._longest or loader_length(self.loader)
+        count = self._longest or known_length(self.loader)
         if count is None:
             return None
         return -(-count // (accumulation or self.batch.accumulation))
@@ -261,7 +262,7 @@ class ForeignLoader:
     def _begin(self, epoch: int) -> None:
         for generator, first in self._generators:
             rewind(generator, first, epoch)
-        set_epochs(epoch, self.loader, getattr(self.loader, "sampler", None), self.dataset)
+        set_epochs(epoch, self.loader, *self._parts, self.dataset)
 
     def _nothing(self) -> str:
         name = type(self.loader).__name__
@@ -273,14 +274,6 @@ class ForeignLoader:
         return (
             f"the training loader ({name}) is empty: its dataset has no sample, or drop_last drops them all."
         )
-
-
-def loader_length(loader: Any) -> int | None:
-    """Batches of a pass over any loader; None if unknown."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _peeked(batches: Iterator[Any]) -> tuple[Any, Iterator[Any]]:

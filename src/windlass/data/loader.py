@@ -97,6 +97,7 @@ class Loader(DealtLoader):
         in a resumed pass as in one that was never interrupted.
         """
         place, length = self._place, self._length(self.epoch)
+        # A position that was counted in updates, or of a longer dataset, may be at the end of its pass or behind it.
         if length is not None and place.consumed >= length:
             place.epoch, place.consumed = place.epoch + 1, 0
         return super().groups(accumulation or self.batch.accumulation)
@@ -193,11 +194,12 @@ class MapLoader(Loader):
                 f"the dataset ({type(self.dataset).__name__}) is empty: there is no sample to read. "
                 "Check the file, the split and any filter that made it."
             )
-        row = self.total_batch_size
+        row, ranks = self.total_batch_size, self.batch.ranks
+        fits = f"a batch size of at most {count // ranks}" if count >= ranks else f"at most {count} processes"
         return (
             f"the dataset has {count} samples, and dataloader_drop_last=True drops an incomplete batch of "
-            f"{row} (batch size {self.batch.micro} x {self.batch.ranks} processes), so nothing is left. "
-            f"Use dataloader_drop_last=False or a batch size of at most {max(1, count // self.batch.ranks)}."
+            f"{row} (batch size {self.batch.micro} x {ranks} processes), so nothing is left. "
+            f"Use dataloader_drop_last=False or {fits}."
         )
 
     def _rows(self, update: int) -> SampleRows:

@@ -103,6 +103,7 @@ class LockstepReader:
             read = _Read(None, failure)
         size, state = 0.0, _FAILED if read.error else _HAS_NONE if read.dealt is None else _HAS
         if read.dealt is not None and not read.dealt.filler:
+            # A batch without a tensor counts as one sample: a size of 0 marks fillers.
             size = float(batch_size_of(read.dealt.batch) or 1)
         rounds.begin(read, read.dealt is not None, [*self._placed(size), *self._placed(state)])
 

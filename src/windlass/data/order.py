@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -16,22 +17,36 @@ from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_ORDER, derive_seed
 from windlass.data.seeding import Sandbox, first_seed, rewind, set_epochs
 
-_cache: weakref.WeakKeyDictionary[Any, dict[str, np.ndarray[Any, Any]]] = weakref.WeakKeyDictionary()
+# By dataset, and in each by (column, tokens, samples).
+_cache: weakref.WeakKeyDictionary[Any, dict[tuple[str, str, int], np.ndarray[Any, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def sample_lengths(dataset: Any, column: str = "length", tokens: str = "input_ids") -> np.ndarray[Any, Any]:
     """Length of every sample, int64 of shape (samples,): its `column` where it has one, else `len(sample[tokens])`.
 
-    Remembered as long as the dataset object lives, because reading every sample of a large set takes minutes. Raises
-    DataError if the samples have neither.
+    Remembered as long as the dataset object lives and has as many samples, because reading every sample of a large set
+    takes minutes. Raises DataError if the samples have neither.
     """
     try:
         known = _cache.setdefault(dataset, {})
     except TypeError:  # lists and the like cannot be remembered, and are quick to read
         known = {}
-    if column not in known:
-        known[column] = np.asarray(_measure(dataset, column, tokens), dtype=np.int64)
-    return known[column]
+    key = column, tokens, len(dataset)
+    if key not in known:
+        known[key] = np.asarray(_measure(dataset, column, tokens), dtype=np.int64)
+    return known[key]
+
+
+def known_length(data: Any) -> int | None:
+    """Samples of a dataset, or batches of a loader; None if unknown. A class may have a `__len__` that only some of its
+    objects know: `ChainDataset`, which `stream + stream` makes, adds the lengths of its parts.
+    """
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _measure(dataset: Any, column: str, tokens: str) -> Any:
@@ -137,6 +152,8 @@ class LengthGroupedOrder(Order):
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         order = self._shuffled(epoch)
+        if not len(order):
+            return order
         starts = range(0, self._length, self._stretch)
         for start in starts:
             part = order[start : start + self._stretch]
@@ -170,7 +187,7 @@ class SamplerOrder(Order):
                 "Windlass deals samples to ranks itself. Return a sampler over the whole dataset."
             )
         self.sampler = sampler
-        self._generators = own_generators(sampler)
+        self._generators = own_generators(sampler, *ordering_parts(sampler))
         super().__init__(0, seed)
 
     def __len__(self) -> int:
@@ -184,18 +201,40 @@ class SamplerOrder(Order):
                 f"the sampler {type(self.sampler).__name__} yields batches, not positions: {fix}."
             )
         try:
-            return np.fromiter((p.__index__() for p in positions), dtype=np.int64, count=len(positions))
-        except (AttributeError, TypeError):
-            name, kind = type(self.sampler).__name__, type(positions[0]).__name__
+            return np.fromiter(map(operator.index, positions), dtype=np.int64, count=len(positions))
+        except TypeError:
+            wrong = next(position for position in positions if not _is_position(position))
             raise DataError(
-                f"the sampler {name} yields {kind}; it must yield positions (whole numbers)."
+                f"the sampler {type(self.sampler).__name__} yields {wrong!r} ({type(wrong).__name__}); it must yield "
+                "positions (whole numbers)."
             ) from None
 
 
-# A sampler without a length that gives so many positions is taken not to end.
+def _is_position(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+# A sampler without a length that gives more positions is taken not to end.
 _ENDLESS = 10_000_000
 
 Generators = list[tuple[Any, int | None]]
+
+
+def ordering_parts(loader: Any) -> list[Any]:
+    """The sampler and the batch sampler of a loader, and those that they hold themselves: what decides its order."""
+    found: list[Any] = []
+    pending = [loader]
+    while pending:
+        holder = pending.pop()
+        for part in (getattr(holder, "sampler", None), getattr(holder, "batch_sampler", None)):
+            if part is not None and not any(part is known for known in found):
+                found.append(part)
+                pending.append(part)
+    return found
 
 
 def own_generators(*parts: Any) -> Generators:
@@ -208,14 +247,15 @@ def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> 
     """All that a user's sampler or batch sampler yields in `epoch`, a function of (seed, epoch) as far as it draws from
     the default generators or its own `generators`. Raises DataError if it does not end.
     """
-    set_epochs(epoch, getattr(sampler, "sampler", None), sampler)
+    set_epochs(epoch, *ordering_parts(sampler), sampler)
     for generator, first in generators:
         rewind(generator, first, epoch)
     sandbox = Sandbox()
     with sandbox:
         sandbox.seed(derive_seed(STREAM_ORDER, seed, epoch))
-        drawn = list(islice(sampler, _ENDLESS)) if not hasattr(sampler, "__len__") else list(sampler)
-    if len(drawn) == _ENDLESS:
+        has_end = hasattr(sampler, "__len__")
+        drawn = list(sampler if has_end else islice(sampler, _ENDLESS + 1))
+    if not has_end and len(drawn) > _ENDLESS:
         raise DataError(
             f"the sampler {type(sampler).__name__} gave {_ENDLESS} positions and did not end. An epoch's order is "
             "drawn at once: let it end, and give it a __len__."

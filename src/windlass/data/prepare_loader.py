@@ -12,7 +12,7 @@ from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.core.errors import DataError
 from windlass.data.batch_reader import wants_pinning
 from windlass.data.choice import ReaderChoice
-from windlass.data.order import own_generators
+from windlass.data.order import known_length, ordering_parts, own_generators
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import START_TIMEOUT
 from windlass.dist.gang import Gang
@@ -85,8 +85,7 @@ def _agreed_seed(loader: DataLoader[Any], options: DataLoaderConfiguration, data
     Raises:
         DataError: on all ranks: their datasets differ in size.
     """
-    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    generators = own_generators(loader, *samplers)
+    generators = own_generators(loader, *ordering_parts(loader))
     here = [_seed(options), [first for _, first in generators], _length(loader.dataset)]
     everywhere = data_ranks.gather_objects(here)
     lengths = [length for _, _, length in everywhere]
@@ -113,4 +112,4 @@ def _seed(options: DataLoaderConfiguration) -> int:
 def _length(dataset: Any) -> int | None:
     if isinstance(dataset, IterableDataset):
         return None  # it may split itself, and parts may differ
-    return len(dataset) if hasattr(dataset, "__len__") else None
+    return known_length(dataset)

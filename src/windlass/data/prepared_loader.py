@@ -14,8 +14,9 @@ from windlass.core.trees import send_to_device
 from windlass.core.types import State
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
+from windlass.data.order import known_length, ordering_parts
 from windlass.data.seeding import Sandbox, set_epochs
-from windlass.dist.beacon import AFTER, beacon
+from windlass.dist.beacon import marked_reads
 
 logger = get_logger(__name__)
 
@@ -125,13 +126,12 @@ class PreparedLoader(DealtLoader):
         self._enter()
         if self.follower is not None:
             self.follower.begin(self)
+        # A loop that is left early closes this generator: the follower must not keep the loader as the active one.
         try:
-            for dealt in self._read(epoch, start):
+            for dealt in marked_reads(self._read(epoch, start)):
                 self._move_after(dealt, epoch)
-                beacon().call(f"{AFTER}read data")
                 batch = dealt.batch
                 yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
-                beacon().call("read data")
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0
         finally:
@@ -161,9 +161,10 @@ class PreparedLoader(DealtLoader):
         self.remainder = self._known_remainder()
 
     def _known_remainder(self) -> int:
-        if self._drops_last or not self.total_batch_size or not hasattr(self.dataset, "__len__"):
+        samples = known_length(self.dataset)
+        if self._drops_last or not self.total_batch_size or samples is None:
             return -1
-        return self.total_dataset_length % self.total_batch_size
+        return samples % self.total_batch_size
 
     def _move_after(self, row: DealtBatch, epoch: int) -> None:
         super()._move_after(row, epoch)
@@ -175,7 +176,7 @@ class PreparedLoader(DealtLoader):
 
     @property
     def num_samples(self) -> int | None:
-        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        return known_length(self.dataset)
 
     def _training_pass(self, epoch: int, start: int, accumulation: int) -> Iterator[DealtBatch]:
         """The default generators are unchanged after each batch, whatever the reader and the user's code draw."""
@@ -201,8 +202,7 @@ class PreparedLoader(DealtLoader):
         """Make `epoch` the next pass, also of the user's sampler. A restored position in that pass is kept."""
         if epoch != self._place.epoch:
             self._place.epoch, self._place.consumed, self._place.resume = epoch, 0, 0
-        batches = self.loader.batch_sampler
-        set_epochs(epoch, getattr(batches, "sampler", self.loader.sampler), batches)
+        set_epochs(epoch, *ordering_parts(self.loader))
 
     @property
     def skipped(self) -> int:

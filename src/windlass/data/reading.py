@@ -43,6 +43,7 @@ class Reading:
     def begin(self, state: Any = None, at: int = 0) -> None:
         """Begin the pass; with a `state` of the dataset, after its first `at` samples."""
         with self._sandbox:
+            # -1: a dataset may draw in its `__iter__`, before its first sample, which has 0.
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch, -1))
             if state is not None:
                 self._dataset.load_state_dict(state)
@@ -148,6 +149,7 @@ def _entered(reading: Reading, dataset: Any, bookmark: Bookmark, stretch: int) -
     """`reading` after the bookmark's position; or None and the reason, with `dataset` restored."""
     before = None
     try:
+        # A state that leads elsewhere is undone below: the stream is then read from its beginning.
         before, _ = plain_copy(dataset.state_dict())
         reading.begin(bookmark["state"], bookmark["at"])
         if reading.go_to(bookmark["position"], stretch) and _follows(reading, bookmark):

@@ -19,6 +19,7 @@ class Sandbox:
     """Lends Python's, NumPy's and PyTorch's default CPU generators to the data, and restores them after (20 us)."""
 
     def __init__(self) -> None:
+        # NumPy's generator is exchanged for this one: to read and to write back its 624 words takes longer.
         self._bits = np.random.MT19937(0)
 
     def __enter__(self) -> None:
@@ -75,7 +76,7 @@ def collator_reseeder(collate: object) -> Callable[[int, int], None] | None:
     Detected by `seed`, `generator` and `get_generator(seed)`, as in masked-language-model collators. Without it, such a
     generator would continue from batch to batch, and a resumed run would mask other tokens.
     """
-    while hasattr(collate, "collate"):
+    while hasattr(collate, "collate"):  # a `ColumnCollator` around it
         collate = collate.collate
     make, seed = getattr(collate, "get_generator", None), getattr(collate, "seed", None)
     if make is None or seed is None:

@@ -113,11 +113,15 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size > 1:
+        if split_batches:
             _refuse_uneven_split(batch_size, num_processes)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.num_processes, self.process_index = num_processes, process_index
         self.split_batches = split_batches
+
+    @property
+    def _row(self) -> int:
+        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     def set_epoch(self, epoch: int) -> None:
         """Pass `epoch` on to the dataset, if it has epochs."""
@@ -125,16 +129,15 @@ class IterableDatasetShard(IterableDataset[Any]):
         set_epochs(epoch, self.dataset)
 
     def __len__(self) -> int:
-        rows, left = divmod(len(self.dataset), self.batch_size * self.num_processes)
-        return (rows + bool(left and not self.drop_last)) * self.batch_size
+        rows, left = divmod(len(self.dataset), self._row)
+        return (rows + bool(left and not self.drop_last)) * (self._row // self.num_processes)
 
     def samples(self) -> Iterator[Any]:
         """The samples of all processes, from the first one on."""
         return iter(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        row = self.batch_size if self.split_batches else self.batch_size * self.num_processes
-        part = row // self.num_processes
+        row, part = self._row, self._row // self.num_processes
         samples, first = self.samples(), list[Any]()
         while taken := list(islice(samples, row)):
             first = first or taken

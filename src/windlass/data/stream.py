@@ -17,6 +17,7 @@ from windlass.core.types import Collator
 from windlass.data.batch_reader import DealtBatch, PassRequest, wants_pinning
 from windlass.data.bookmark import WITNESSES, Bookmark, StreamPlace, belongs, marks_of, why_read_again
 from windlass.data.dealt_rows import share, shares_of
+from windlass.data.order import known_length
 from windlass.data.reading import Reading, open_reading
 from windlass.data.same_stream import NoSampleError
 from windlass.data.seeding import Sandbox, collator_reseeder
@@ -57,6 +58,7 @@ class SharedStream:
         }  # a copy reads with workers of its own
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        # Used once: another pass may begin at the same place.
         held, self._held = self._held, None
         epoch, start, bookmark, private, _ = wanted
         if held is not None and held[0] == (epoch, start):
@@ -92,6 +94,7 @@ class SharedStream:
             return
         pool = self._idle if private else self._pool
         self._idle = None if private else self._idle  # passes at the same time have workers of their own
+        # Running workers hold the bookmark that they were started with.
         if pool is None or bookmark is not None:
             stream = _WorkerStream(self._cutter, bookmark, keep=not private)
             pool = DataLoader(stream, **worker_options(self._plan, self._plan.persistent_workers))
@@ -131,9 +134,10 @@ class SharedStream:
         return unit == self.unit
 
     def count(self, epoch: int, start: int = 0) -> int | None:
-        if not hasattr(self.dataset, "__len__"):
+        samples = known_length(self.dataset)
+        if samples is None:
             return None
-        left, size = max(len(self.dataset) - start, 0), self.total_batch_size
+        left, size = max(samples - start, 0), self.total_batch_size
         return left // size if self._plan.drop_last else -(-left // size)
 
     def position(self, epoch: int, batches: int) -> int:

@@ -14,6 +14,7 @@ from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.bookmark import belongs
 from windlass.data.dispatch import Dispatched
 from windlass.data.loader import Loader
+from windlass.data.order import known_length
 from windlass.data.same_stream import splits_itself
 from windlass.data.stream import RowCutter, SharedStream
 from windlass.data.update_batch import UpdateBatch
@@ -34,7 +35,7 @@ class StreamLoader(Loader):
         self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator, *, passes_alike: bool = False
     ) -> None:
         super().__init__(dataset, batch, plan, collate, passes_alike=passes_alike)
-        self._data_ranks, self._sizes = Gang(), [_size(dataset)]
+        self._data_ranks, self._sizes = Gang(), [known_length(dataset)]
         self._stream = self._opened(batch.ranks > 1 and splits_itself(dataset))
         self._dispatched: Dispatched | None = None  # once the ranks have met
 
@@ -96,7 +97,7 @@ class StreamLoader(Loader):
         return self._stream.own_parts
 
     @property
-    def total_batch_size(self) -> int:
+    def total_batchknown_length(self) -> int:
         """Samples by which a micro-batch moves the position: those of all ranks, or of this rank's own part."""
         return self.batch.micro if self.own_parts else super().total_batch_size
 
@@ -116,6 +117,7 @@ class StreamLoader(Loader):
             self._dispatched = self._new_dispatched()
 
     def position_in(self, state: State) -> int:
+        # As many samples over all parts as when it was saved, divided among those of today.
         now = int(self._parts().get("parts", 1))
         return int(state["consumed"]) * int(state.get("parts", 1)) // now
 
@@ -158,7 +160,7 @@ class StreamLoader(Loader):
         return self._checked(rows) if self.own_parts and not start else rows
 
     def _checked(self, rows: Iterator[DealtBatch]) -> Iterator[DealtBatch]:
-        size = _size(self.dataset)
+        size = known_length(self.dataset)
         for row in rows:
             if row.last and size is not None and row.end < size:
                 logger.warning(
@@ -171,7 +173,7 @@ class StreamLoader(Loader):
     def _gather_sizes(self) -> None:
         """The length of each rank's part. Collective if the ranks have agreed on parts since the last call."""
         if self.own_parts and len(self._sizes) < self._data_ranks.size:
-            self._sizes = self._data_ranks.gather_objects(_size(self.dataset))
+            self._sizes = self._data_ranks.gather_objects(known_length(self.dataset))
 
     def _length(self, epoch: int) -> int | None:
         """Samples of a pass; of several parts, those of the longest."""
@@ -185,7 +187,3 @@ class StreamLoader(Loader):
         self._stream.reseed(seed)
         if self._dispatched is not None:
             self._dispatched.reseed(seed)
-
-
-def _size(dataset: Any) -> int | None:
-    return len(dataset) if hasattr(dataset, "__len__") else None

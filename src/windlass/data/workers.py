@@ -40,6 +40,7 @@ START_TIMEOUT_VARIABLE = "WINDLASS_WORKER_START_TIMEOUT"
 _NO_TASK = -1
 # Tensors of a batch are fetched from the worker that made it. These are raised if it dies meanwhile.
 _CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
+# Seconds in which a worker that has closed its connections ends, so that its exit code is known.
 _LAST_BREATH = 2.0
 
 
@@ -108,7 +109,7 @@ class _Crew:
         self._workers: list[Any] = []
         self._left = WorkerEvent()
         self._owner = os.getpid()
-        self._follows = False
+        self._follows = False  # `follow` was called: persistent workers have one iterator for all passes
 
     def follow(self, batches: object) -> None:
         """Kill the workers if the garbage collector takes the iterator of theirs.
@@ -146,8 +147,8 @@ class _Crew:
         return make
 
     def is_broken(self) -> bool:
-        """Whether a worker died, and no error has been raised for it yet. False once the loader was left: torch kills
-        workers that take long to end.
+        """Return True if a worker died, and no error has been raised for it yet. False once the loader was left: torch
+        kills workers that take long to end.
 
         Those that died are reaped here, so that torch's own handler finds and raises nothing.
         """
@@ -155,7 +156,7 @@ class _Crew:
         return any(codes) and not self._left.is_set()
 
     def is_named_in(self, error: Exception) -> bool:
-        """Whether `error` is torch's report of the end of one of these workers."""
+        """Return True if `error` is torch's report of the end of one of these workers."""
         return any(f"(pid {worker.pid})" in str(error) for worker in self._workers)
 
     def death(self, reader: Reader, sign: Exception) -> WorkerError | None:

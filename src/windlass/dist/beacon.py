@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+_T = TypeVar("_T")
 # The folder of the marks. The launcher creates a new one for each attempt and names it to its processes.
 FOLDER_VARIABLE = "WINDLASS_BEACON"
 # A process that receives this writes the stacks of all its threads. Real-time signals have no other users: schedulers
@@ -39,7 +40,8 @@ END = "end"
 END_ALONE = "end, without having joined a process group"
 # The call of a process that waits for all ranks of the job to join the process group.
 MEETING = "join the process group"
-# How the marks begin of calls in which a process waits for other ranks, and of all calls whose length is reported.
+# How the marks begin of calls in which a process waits for other ranks, and of all calls whose length is reported;
+# limited waits are reported too.
 EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange", "join")
 WAITS = (
     *EXCHANGES,
@@ -47,9 +49,7 @@ WAITS = (
     "backward",
     "norm and update",
     "update",
-    "read data",
     "save",
-    "wait for",
 )
 # A mark: how many marks were written, the updates done (-1: unknown), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
@@ -109,9 +109,15 @@ class Mark:
 
 
 class Beacon:
-    """Takes marks. This one keeps them for this process: the normal case, without a launcher that looks at them."""
+    """Takes marks. This one keeps them for this process: the normal case, without a launcher that looks at them.
+
+    Attributes:
+        limited: names of the waits under way that the watchdog limits. The last mark does not tell: it stays after an
+            error, which a script may catch before it goes on with its own work.
+    """
 
     def __init__(self) -> None:
+        self.limited: list[str] = []
         self._count, self._step, self._call = 1, _NO_STEP, START
         self._looks, self._collectives = 0, -1
 
@@ -178,10 +184,36 @@ class LitBeacon(Beacon):
 
 @contextlib.contextmanager
 def waiting(name: str) -> Iterator[None]:
-    """Mark that this process is in the call `name`, and that it came out of it."""
+    """Mark that this process is in the call `name`, and that it returned.
+
+    After an error the first mark remains: reports name the call that failed, and of ranks that lost their peers those
+    that waited in an exchange are not to blame.
+    """
     beacon().call(name)
     yield
     beacon().call(f"{AFTER}{name}")
+
+
+@contextlib.contextmanager
+def limited_wait(name: str) -> Iterator[None]:
+    """`waiting`, where nothing else limits the wait: the watchdog ends a process that waits longer than it may."""
+    under_way = beacon().limited
+    under_way.append(name)
+    try:
+        with waiting(name):
+            yield
+    finally:
+        under_way.remove(name)
+
+
+def marked_reads(batches: Iterator[_T]) -> Iterator[_T]:
+    """The same batches, with the wait for each of them as a `limited_wait`. What is done with a batch is not a wait."""
+    while True:
+        with limited_wait("read data"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def light(environ: Mapping[str, str]) -> Beacon:

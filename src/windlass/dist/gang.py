@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from windlass.core.attempt import of_attempt, uses_launchers_store
 from windlass.core.device import backend_for
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.mesh import VIEWS, Mesh, View
@@ -26,7 +27,7 @@ from windlass.core.threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, beacon, waiting
 from windlass.dist.ending import ends_in_error, keep_groups_open, prepare_end
-from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
+from windlass.dist.listening import is_loopback, keep_gloo_on_loopback, open_store
 from windlass.dist.process_groups import ProcessGroups
 from windlass.dist.sums import DoneSum, Pending, SumUnderWay
 from windlass.dist.watchdog import watch
@@ -367,23 +368,15 @@ def _store_of_meeting(world: World, timeout: timedelta) -> Any:
 
 
 def _open_store(world: World, timeout: timedelta, address: str, port: str) -> Any:
-    """The store of this attempt of the job. Torch's launcher keeps one store over its restarts, and in it the addresses
-    of processes that are gone; Windlass's opens a new one.
-    """
-    from torch._C._distributed_c10d import PrefixStore
+    """The store of this attempt of the job."""
     from torch.distributed.rendezvous import rendezvous
 
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not launchers and world.is_main and is_loopback(address) and port:
+    if not uses_launchers_store() and world.is_main and is_loopback(address) and port:
         # An error: this process holds a store there already, which torch finds again.
         with contextlib.suppress(OSError):
             return open_store(address, int(port))[0]
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    # Machines may count restarts differently: all of them go by what is in the store.
-    if launchers and attempt != "0" and not store.check([ONE_ATTEMPT]):
-        return PrefixStore(f"attempt-{attempt}", store)
-    return store
+    return of_attempt(store)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ from typing import Any
 from windlass.dist.variables import environment_of
 
 LOOPBACK = "127.0.0.1"
-# A store that lives for one attempt holds this key: its processes need no prefix of their own in it.
-ONE_ATTEMPT = "windlass/one-attempt"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK_INTERFACES = ("lo", "lo0")
 _BACKLOG = 2048

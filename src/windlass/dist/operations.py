@@ -17,6 +17,7 @@ from torch import Tensor
 
 from windlass.core.device import choose_device
 from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.tensors import bits_of
 from windlass.core.trees import tensors_of, with_tensors
 from windlass.dist.gang import Gang, current
 
@@ -236,7 +237,7 @@ def _gather_one(tensor: Tensor, kinds: Sequence[Kind], gang: Gang) -> Tensor:
         return tensor
     row_bytes = tensor.dtype.itemsize * int(torch.Size(tensor.shape[1:]).numel())
     sent = tensor.new_zeros(max(rows) * row_bytes, dtype=torch.uint8)
-    sent[: tensor.shape[0] * row_bytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+    sent[: tensor.shape[0] * row_bytes] = bits_of(tensor)
     received = [torch.empty_like(sent) for _ in rows]
     dist.all_gather(received, sent, group=_group(tensor, gang))
     parts = [

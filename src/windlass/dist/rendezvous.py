@@ -35,8 +35,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from windlass.core.attempt import ONE_ATTEMPT
 from windlass.dist.arrivals import LOOK_SECONDS, MOST_NAME, Arrival, Door, MeetingError, Roster
-from windlass.dist.listening import LOOPBACK, ONE_ATTEMPT, open_store
+from windlass.dist.listening import LOOPBACK, open_store
 from windlass.dist.signed_store import ForgedValueError, SignedStore
 
 DEFAULT_WAIT_SECONDS = 600

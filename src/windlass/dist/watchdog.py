@@ -33,8 +33,6 @@ EXIT_STALLED = 124
 _LOOK_SECONDS = 2.0
 # How long a process that ends waits for the last look, which may wait for a store that is gone.
 _LAST_LOOK_SECONDS = 5.0
-# Waits that nothing else limits; collectives have the timeout of their process group.
-_LIMITED = ("read data", "wait for")
 
 
 class Watchdog:
@@ -80,14 +78,15 @@ class Watchdog:
             self._count, self._idle, self._reported = mark.count, 0.0, False
             return
         self._idle += elapsed
-        if not mark.call.startswith(WAITS):
+        is_limited = bool(self._beacon.limited)
+        if not (is_limited or mark.call.startswith(WAITS)):
             return
         if self._idle >= self._report_after / 2:
             self._others.look(elapsed)
         if self._idle >= self._report_after and not self._reported:
             self._reported = True
             logger.warning("%s", self.report(mark))
-        if self._idle >= self.limit and mark.call.startswith(_LIMITED):
+        if self._idle >= self.limit and is_limited:
             self._end(mark)
 
     def report(self, mark: Mark) -> str:

@@ -151,6 +151,7 @@ class _Results:
         """Evaluate the batches; with `reads_on`, an error is raised where the other ranks meet this one next."""
         failure: Exception | None = None
         metrics = self.batch_metrics
+        # An error is kept while the other ranks still exchange as they read: they would wait for this one.
         for ids, batch in batches:
             if failure is not None and metrics.meets_at_batches:
                 break

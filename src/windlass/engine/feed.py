@@ -10,6 +10,7 @@ from windlass.core.errors import DataError
 from windlass.core.run_clock import DATA, EXCHANGE, run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource, UpdateBatch, fill_up
+from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
 from windlass.dist.sums import Pending
 from windlass.metrics.tokens import rows
@@ -68,7 +69,7 @@ class Feed:
         self._source, self._accumulation = source, accumulation
         self._all_ranks, self._sends_counts = all_ranks, all_ranks.over("model").rank == 0
         self._in_step = in_step
-        self._inspected, self._clock = False, run_clock()
+        self._inspected, self._clock, self._beacon = False, run_clock(), beacon()
         self._position: State = {}
         self._groups: Iterator[UpdateBatch] = iter(())
         self._epoch: int | None = None  # the one that is read
@@ -117,7 +118,7 @@ class Feed:
         """Return the next update of those that are left of `epoch`, with its sums over all ranks, and fetch the one
         after it; None if there is none. `close` ends the epoch.
         """
-        if self._epoch is None:
+        if self._epoch is None:  # the first update of the epoch: nothing was fetched ahead
             self._epoch = epoch
             self._fetch(self._open(epoch), hooks)
         if self._ahead is None:
@@ -162,7 +163,13 @@ class Feed:
     def _fetch(self, spare: UpdateBatch | None, hooks: FeedHooks) -> None:
         """Read and count the next group, or `spare` as a filler if this rank has none left; begin to sum the counts."""
         before = self._clock.enter(DATA)
-        group = next(self._groups, None)
+        # As `limited_wait`, with fewer calls: this runs in every update.
+        self._beacon.call("read data")
+        self._beacon.limited.append("read data")
+        try:
+            group = next(self._groups, None)
+        finally:
+            self._beacon.limited.remove("read data")
         self._clock.enter(before)
         if group is None:
             if spare is None:

@@ -68,7 +68,17 @@ class FusedExecutor(NativeExecutor):
         self._square: Tensor | None = None
         self._found: Tensor | None = None
         self._norm: Tensor | None = None
-        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]  # type: ignore[no-untyped-call]
+        self._handles: dict[nn.Parameter, Any] = {}
+        self._hook_trained()
+
+    def _hook_trained(self) -> None:
+        """Update each parameter that is trained as soon as its gradient is complete. A frozen one takes no hook, and
+        gets it if a script trains it later.
+        """
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                hook: Any = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                self._handles[parameter] = hook
 
     # --- the backward -------------------------------------------------------------------------------------------------
 
@@ -118,11 +128,13 @@ class FusedExecutor(NativeExecutor):
 
     def _run(self, what: Pass, loss: Tensor, retain_graph: bool = False) -> None:
         self._pass, self._square = what, None
+        # In each backward: a script may add groups, and loading a state replaces them.
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         before = self._clock.enter(BACKWARD)
         try:
             self._scaler.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             if what is not Pass.KEEP:
+                # What waits for other parameters to be reduced with them, which this backward did not reach.
                 for parameter in self.strategy.left_over():
                     self._use(parameter)
         finally:
@@ -189,6 +201,7 @@ class FusedExecutor(NativeExecutor):
             self._update = self._hooks = None
 
     def _begin(self) -> None:
+        self._hook_trained()
         self._updated.clear()
         self._factor = self._square = self._found = self._norm = None
 
@@ -211,8 +224,9 @@ class FusedExecutor(NativeExecutor):
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were before."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
+        self._handles.clear()
 
     def release(self) -> None:
         self.remove_hooks()

@@ -39,8 +39,8 @@ class LoopHooks(FeedHooks):
 
     steps: StepHooks  # what an update calls
 
-    def epoch_begin(self) -> None:
-        """Called when the run enters an epoch."""
+    def epoch_begin(self, resumed: bool) -> None:
+        """Called when the run enters an epoch; `resumed` if another process had begun it."""
 
     def data_ahead(self) -> None:
         """Called before the data of the next update is requested."""
@@ -135,13 +135,12 @@ class Loop:
         self._beacon.call(f"{AFTER}training")
 
     def _run_epoch(self, hooks: LoopHooks) -> None:
-        if not self._epoch_open:
-            self._epoch_open = True
+        resumed, self._epoch_open = self._epoch_open, True
+        if not resumed:
             self._progress.control.should_epoch_stop = False  # which a callback set in the last one
-            hooks.epoch_begin()
+        hooks.epoch_begin(resumed)
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
-        self._beacon.call("read data")
         with contextlib.closing(self._feed):
             # A run that was resumed after the last update of an epoch, or after a stop, makes no update in it.
             while not (self._data_spent or self._leaves_epoch()):
@@ -159,7 +158,7 @@ class Loop:
             logger.warning("epoch %d has no data for an update: training stops", self._epoch)
         self._close_epoch(hooks)
 
-    # True while nothing would be lost if the process exited.
+    # True while nothing would be lost if the process exited. Read by signal handlers, at any instant.
     waits_for_data = False
 
     def _close_epoch(self, hooks: LoopHooks) -> None:

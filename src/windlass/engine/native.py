@@ -50,7 +50,8 @@ class NativeExecutor:
         reduce_each: bool = False,
     ) -> None:
         self.strategy, self._module, self._reduce_each = strategy, strategy.module, reduce_each
-        self._alone = world_from_environment().size == 1  # no backward waits for other ranks
+        # Then no backward waits for other ranks, and the clock of the run need not tell apart where time goes.
+        self._alone = world_from_environment().size == 1
         self.optimizer = optimizer
         update_singly(optimizer)
         self._scaler = scaler or UnitScaler(device)
@@ -140,6 +141,7 @@ class NativeExecutor:
         if rescale is not None:
             self.strategy.multiply(gradients, rescale)
         norm = self.strategy.total_norm(gradients)
+        # 1e-6 as in the factor below, so that both ways decide alike.
         if max_norm is None or (norm.is_cpu and host.read(norm) + 1e-6 <= max_norm):
             return norm  # a factor of one; on an accelerator the host does not wait for the norm to know
         # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
@@ -156,7 +158,7 @@ class NativeExecutor:
             self._scaler.update(overflow)
         if skip or self._overflowed:
             return False
-        self._applying = True
+        self._applying = True  # an error in it leaves some weights changed; see `abandon`
         self.optimizer.step()
         self._applying = False
         if self._clock.since >= self._waiting.due:  # read in this update, by both clocks alike
@@ -165,6 +167,8 @@ class NativeExecutor:
 
     def zero_grad(self) -> None:
         self._aux_gradients = {}
+        # Freed, not filled with zeros: a parameter that a later forward does not use has no gradient then, and an
+        # optimizer leaves it alone.
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -131,12 +131,13 @@ class PipelineExecutor(NativeExecutor):
         ranks, last = self._staged.link.ranks, self._staged.placement[-1]
         is_last = ranks.rank == last
         factor, parts = hooks.complete() if is_last else (None, {})
-        dtype = str(shares[0].dtype)[6:] if is_last else ""
+        dtype = str(shares[0].dtype).removeprefix("torch.") if is_last else ""
         known = ranks.broadcast_object([dtype, factor is not None, list(parts)], last)
         if not is_last and not ranks.exists:
             known = ["float32", False, []]  # an imagined rank knows nothing else
         kind, has_factor, names = getattr(torch, known[0]), known[1], known[2]
         device = self._staged.link.device
+        # The shares, the parts and the factor in one broadcast, which costs more than its few numbers.
         numbers = torch.zeros(count + len(names) + 1, dtype=torch.float64, device=device)
         if is_last:
             given = [*shares, *parts.values(), *([] if factor is None else [factor])]

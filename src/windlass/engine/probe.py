@@ -32,6 +32,7 @@ logger = get_logger(__name__)
 
 Loss = Callable[[Any], Tensor | LossTerms]
 SumOverRanks = Callable[[Tensor], Tensor]
+# Far more than one rounding: the losses compared are sums over thousands of terms, in another order.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 _LOW_PRECISION_ROUNDING = 2e-2
 

@@ -71,6 +71,7 @@ def halves(batch: Any, counter: TargetCounter) -> Halves | None:
 def closest(deviations: Mapping[Kind, float], rounding: float) -> Split:
     """The kind that fits best; targets are preferred if rounding hides the difference, or if none fits."""
     least = min(deviations.values())
+    # Ten times the least: kinds that are all within rounding are not ordered by chance.
     noise = min(max(10 * least, rounding / 10), rounding)
     fitting = [kind for kind in Kind if deviations[kind] <= noise]
     best = fitting[0] if fitting else Kind.TARGETS
@@ -118,7 +119,7 @@ def _with_unequal_targets(batch: Any, counter: TargetCounter, middle: int, count
     if labels is None or labels.ndim != 2 or not equal or "shift_labels" in batch:
         return batch
     valid = (labels[0] != IGNORED).nonzero().flatten().tolist()
-    if len(valid) < 4:
+    if len(valid) < 4:  # half of them must be enough to change the loss visibly
         return batch
     labels = labels.clone()
     labels[0, valid[len(valid) // 2] :] = IGNORED

@@ -19,7 +19,8 @@ _SMALLEST = torch.finfo(torch.bfloat16).eps / 4  # below this share, the update 
 
 def warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
     """Log a warning if weights in bfloat16 would lose small updates: always if the size of updates is unknown
-    before they are made, else if most weights lose theirs at the learning rate. Reads one number from the device.
+    before they are made, else if most weights lose theirs at the learning rate. Reads one number of each weight from
+    its device.
     """
     if getattr(optimizer, "keeps_small_updates", False):
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ from windlass.config.enums import Choice
 from windlass.core.optional import require
 
 _BATCH_SIZES = (4, 8, 16, 32, 64)
+# Metrics of what an evaluation took, and not of what it found.
+_COSTS = ("_runtime", "_per_second")
+_MEMORY = re.compile("_peak_memory_(process|device)_gib$|_mem_(cpu|gpu)(_|$)")
 
 
 class HPSearchBackend(Choice):
@@ -29,10 +33,14 @@ class BestRun(NamedTuple):
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float | None:
-    """The sum of an evaluation's metrics; `eval_loss` if there is nothing else. The epoch and speeds do not count."""
-    left_out = ("eval_loss", "epoch")
-    speeds = ("_runtime", "_per_second")
-    counted = [value for name, value in metrics.items() if name not in left_out and not name.endswith(speeds)]
+    """The sum of an evaluation's metrics; `eval_loss` if there is nothing else. The epoch, speeds and memory do not
+    count.
+    """
+    counted = [
+        value
+        for name, value in metrics.items()
+        if name not in ("eval_loss", "epoch") and not name.endswith(_COSTS) and not _MEMORY.search(name)
+    ]
     return sum(counted) if counted else metrics.get("eval_loss")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from windlass.core.optional import require
@@ -40,8 +40,10 @@ class OptunaSampler(Sampler):
         with _without_remarks(self._optuna.logging):
             self._study = self._optuna.create_study(directions=list(directions), **options)
         self._has_one_objective = len(directions) == 1
+        self._reported: set[int] = set()  # updates of the present trial, of which optuna takes each once
 
     def ask(self, number: int, fixed: dict[str, Any] | None) -> Any:
+        self._reported.clear()
         if fixed is not None and not self._repeats:
             self._study.enqueue_trial(fixed)
         return self._study.ask()
@@ -54,13 +56,17 @@ class OptunaSampler(Sampler):
             self._study.tell(trial, state=states.PRUNED if record.state == "pruned" else states.FAIL)
 
     def replay(self, trial: Any, record: Record) -> None:
-        if self._has_one_objective:
-            for step, value in record.reports.items():
-                trial.report(value, step)
+        if record.reports:
+            self._take(trial, record.reports, max(record.reports))
         self.tell(trial, record)
 
-    def report(self, trial: Any, value: float, step: int) -> bool:
-        if not self._has_one_objective:
-            return False
-        trial.report(value, step)
-        return bool(trial.should_prune())
+    def report(self, trial: Any, reports: Mapping[int, float], step: int) -> bool:
+        self._take(trial, reports, step)
+        return self._has_one_objective and bool(trial.should_prune())
+
+    def _take(self, trial: Any, reports: Mapping[int, float], last: int) -> None:
+        """Tell the study of reports up to update `last`: pruners compare the best value of a trial so far."""
+        for step, value in reports.items():
+            if self._has_one_objective and step <= last and step not in self._reported:
+                self._reported.add(step)
+                trial.report(value, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import html
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -137,11 +138,13 @@ class TrialWatch(TrainerCallback):
     def __init__(self, trial: ChosenTrial, report: Callable[[dict[str, float], int], bool]) -> None:
         self.pruned: int | None = None
         self._trial, self._report = trial, report
-        self._step, self._metrics = -1, dict[str, float]()
+        self._step, self._metrics = 0, dict[str, float]()
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         state.is_hyper_param_search = True
         state.trial_name, state.trial_params = self._trial.name, dict(self._trial.params)
+        # A checkpoint of an update is written after its evaluation, which is not repeated, and before its report.
+        self._step, self._metrics = state.global_step, last_metrics(state.log_history, state.global_step)
 
     def on_evaluate(
         self,
@@ -243,10 +246,9 @@ class Search:
         if self._trial is None:
             logger.warning("the grid has %d combinations, and all were tried", number)
             return None
-        params = self._settings.values(self._trial)
+        params = _as_stored(self._settings.values(self._trial))
         if known is None:
-            name = self._settings.hp_name(self._trial) if self._settings.hp_name else f"run-{number}"
-            known = Record(number, _folder_name(name), params)
+            known = Record(number, self._new_name(number), params)
             study.trials.append(known)
             study.save()
         elif params != known.params:
@@ -256,16 +258,29 @@ class Search:
             sampler.replay(self._trial, known)
         return {"name": known.name, "params": known.params, "is_over": known.state != "running"}
 
+    def _new_name(self, number: int) -> str:
+        """The name of the present trial, which no other one has: in its folder it would continue that trial."""
+        study, _ = self._parts()
+        name = _folder_name(
+            self._settings.hp_name(self._trial) if self._settings.hp_name else f"run-{number}"
+        )
+        other = next((record.number for record in study.trials if record.name == name), None)
+        if other is not None:
+            fix = f"is the name of trial {other} too, and trial {number} needs another folder: use trial.number in it"
+            raise ConfigError(Problem("hp_name", name, fix))
+        return name
+
     def _report(self, metrics: dict[str, float], step: int) -> bool:
         study, sampler = self._parts()
         values = self._settings.objectives(metrics)
         if len(values) > 1 or not math.isfinite(values[0]):
             return False
         reports = study.trials[self._trial.number].reports
-        is_new = step not in reports  # a resumed trial evaluates again what it evaluated after its checkpoint
+        # A resumed trial reports again what it reported after its checkpoint: it was not pruned there, or it was killed
+        # before that was written.
         reports[step] = values[0]
         study.save()
-        return is_new and sampler.report(self._trial, values[0], step)
+        return sampler.report(self._trial, reports, step)
 
     def _end(self, metrics: dict[str, float] | None, reason: str, pruned: int | None) -> None:
         study, sampler = self._parts()
@@ -319,15 +334,34 @@ def _folder_name(name: Any) -> str:
     return text
 
 
+def _as_stored(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters as the file of the study returns them to a later process: tuples are lists. Raises ConfigError
+    for a value that it cannot hold.
+    """
+    stored = {}
+    for name, value in params.items():
+        try:
+            stored[name] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError):
+            fix = (
+                "cannot be written to the file of the search: choose among numbers, words, and lists of these"
+            )
+            raise ConfigError(Problem(f"hp_space.{name}", value, fix)) from None
+    return stored
+
+
 def _in_words(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {short(value)}" for name, value in params.items())
 
 
-def last_metrics(log_history: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics of the last evaluation in a log, of all evaluation sets; empty if there was none."""
+def last_metrics(log_history: list[dict[str, Any]], step: int | None = None) -> dict[str, float]:
+    """Return the metrics of the evaluation after an update, of all evaluation sets; empty if there was none. `step`:
+    the update; None: that of the last evaluation.
+    """
     rows = [row for row in log_history if any(name.startswith("eval_") for name in row)]
-    last = [row for row in rows if row["step"] == rows[-1]["step"]]
-    return {name: value for row in last for name, value in row.items() if name != "step"}
+    wanted = step if step is not None or not rows else rows[-1]["step"]
+    found = [row for row in rows if row["step"] == wanted]
+    return {name: value for row in found for name, value in row.items() if name != "step"}
 
 
 def arguments_of(trial: ChosenTrial, args: TrainingArguments, takes_trial: bool) -> TrainingArguments:

@@ -32,9 +32,9 @@ class Float:
         """The values of a grid; none without a step."""
         if self.step is None:
             return []
-        # Half a step of room for what rounding takes from the last point.
+        # Rounding may make (0.3 - 0.1) / 0.1 a little less than 2, and 0.1 + 2 * 0.1 a little more than 0.3.
         count = int((self.high - self.low) / self.step + 1e-9) + 1
-        return [self.low + self.step * number for number in range(count)]
+        return [min(self.low + self.step * number, self.high) for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Int:
 
     def sample(self, generator: random.Random) -> int:
         if not self.log:
-            return generator.choice(self.points())
+            return generator.randrange(self.low, self.high + 1, self.step)
         exponent = generator.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5))
         return min(max(round(math.exp(exponent)), self.low), self.high)
 
-    def points(self) -> list[int]:
+    def points(self) -> Sequence[int]:
         """The values of a grid."""
-        return list(range(self.low, self.high + 1, self.step))
+        return range(self.low, self.high + 1, self.step)  # not a list: all seeds are 2^32 numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def checked(name: str, distribution: Distribution) -> Distribution:
         problem = "low must be at most high"
     elif distribution.log and distribution.low <= 0:
         problem = "low must be above 0 with log=True"
-    elif distribution.log and distribution.step not in (None, 1):
+    elif distribution.log and distribution.step != (1 if isinstance(distribution, Int) else None):
         problem = "log=True has no step; leave one of the two out"
     else:
         problem = None if distribution.step is None or distribution.step > 0 else "step must be above 0"

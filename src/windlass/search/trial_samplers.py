@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from windlass.core.errors import ConfigError, Problem
@@ -48,9 +49,13 @@ class Sampler(ABC):
         """Called with a trial that an earlier process ended, after its values were suggested again."""
         return
 
-    def report(self, trial: Any, value: float, step: int) -> bool:
-        """Take the objective of an evaluation; return True if the trial should end."""
-        return self.rule is not None and self.rule.prunes(value, step)
+    def report(self, trial: Any, reports: Mapping[int, float], step: int) -> bool:
+        """Take the objective of the evaluation after update `step`; return True if the trial should end.
+
+        Args:
+            reports: update -> objective, of all evaluations of the trial; those of an earlier process are among them.
+        """
+        return self.rule is not None and self.rule.prunes(reports[step], step)
 
 
 class RandomSampler(Sampler):

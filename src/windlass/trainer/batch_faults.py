@@ -222,7 +222,9 @@ class BatchFaults:
     def _explain_arguments(self, error: TypeError, fed: Fed) -> None:
         inner = innermost(self._model)
         parameters = inspect.signature(inner.forward).parameters.values()
-        if isinstance(fed.batch, list | tuple) and len(fed.batch) > len(parameters):
+        # Another TypeError was raised within the forward.
+        counted = isinstance(fed.batch, list | tuple) and "positional argument" in str(error)
+        if counted and len(fed.batch) > len(parameters):
             raise ModelError(
                 f"the batch is a {type(fed.batch).__name__} of {len(fed.batch)} values, and each is an argument of the "
                 f"forward of {type(inner).__name__}, which takes {len(parameters)}; let the data_collator return a dict"
@@ -252,9 +254,10 @@ class BatchFaults:
             raise DataError(label_words(words[0], str(first[words[0]]), fed.set)) from error
         left = [name for name in first if name not in fed.columns and name not in ("label", "label_ids")]
         if left and not any(name in fed.columns for name in self._label_names):
+            label = self._label_names[0] if self._label_names else "labels"
             error.add_note(
                 f"the {fed.set} set has further columns, which were left out because the forward does not take them: "
-                f"{', '.join(map(str, left))}; if one holds the labels, rename it to {self._label_names[0]!r}"
+                f"{', '.join(map(str, left))}; if one holds the labels, rename it to {label!r}"
             )
 
     def _given(self, fed: Fed) -> Mapping[str, Any]:

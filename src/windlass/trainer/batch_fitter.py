@@ -245,7 +245,7 @@ class MemoryNote:
 def write_note(folder: Path, note: MemoryNote) -> None:
     """Write the note atomically. If several processes do so at once, one of their notes stays."""
     files, target = Files(), folder / FILE_NAME
-    partial = folder / f"{FILE_NAME}.{os.getpid()}.tmp"
+    partial = folder / f"{FILE_NAME}.{os.getpid()}.tmp"  # several ranks may run out of memory at once
     files.ensure_folder(folder)
     partial.unlink(missing_ok=True)
     files.write(partial, [dump(asdict(note), str(target))])

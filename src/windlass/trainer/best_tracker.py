@@ -103,6 +103,7 @@ class BestTracker:
         self._saved_step = -1
         if self._saved.step == step:
             self._note(previous)
+        # Its weights exist nowhere. A later evaluation need only be better than those that do.
         if self._plan.load_best_at_end and state.best_global_step == step:
             state.best_metric, state.best_global_step = self._saved.metric, self._saved.step
         self.evaluations = list(self._committed_evaluations)

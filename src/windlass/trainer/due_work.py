@@ -173,6 +173,7 @@ class DueWork:
     def evaluate_or_stop(self) -> dict[str, float] | None:
         """Return the metrics of an evaluation; None if it was abandoned, because the run is to end. Collective."""
         events = self._events
+        # Before it: a callback may count evaluations, and the one that is abandoned must not count.
         logged, states = len(events.state.log_history), events.copy_callback_states()
         try:
             with (

@@ -24,6 +24,7 @@ from windlass.core.types import EvalLoopOutput, LossTerms
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.workers import Reader, read_batches
+from windlass.dist.beacon import marked_reads
 from windlass.engine.evaluate import Evaluation, closing_if_possible, evaluation_loop
 from windlass.engine.executor import Executor
 from windlass.engine.uneven_batches import Placed, pad_uneven_batches
@@ -205,13 +206,15 @@ class Evaluator:
         """The batches; the first is used to measure which labels are targets, if training has not. Collective."""
         remaining = iter(batches)
         with closing_if_possible(remaining):
-            first = next(remaining, None)
+            waited_for = marked_reads(remaining)
+            first = next(waited_for, None)
+            # Ranks without a batch take part: the measurement is collective.
             if not self._loss.measured:
                 labelled = first is not None and has_labels(first[1], label_names)
                 self._loss.measure_labels(first[1] if first is not None and labelled else None, hooks)
             if first is not None:
                 yield first
-                yield from remaining
+                yield from waited_for
 
     def _enter_evaluation_mode(self, stack: contextlib.ExitStack, evaluation: Evaluation) -> None:
         """Put the model into evaluation mode, in the plan's dtype.

@@ -89,6 +89,7 @@ class ExpertLoad:
             if not self._counting or not (self._staged is None or self._staged.in_step):
                 return
             given = (*args, *kwargs.values())
+            # What the router chose is the one tensor of whole numbers that a layer of experts is given.
             chosen = next(t for t in given if isinstance(t, Tensor) and t.dtype == torch.int64)
             ones = torch.ones_like(chosen)
             if isinstance(self._mask, Tensor) and self._mask.numel() == len(chosen):

@@ -211,9 +211,12 @@ class LossPolicy:
             divisor = count if self.gets_count or settings.smoothing else None
             loss = self.without_logits.loss(model, inputs, divisor, settings.smoothing)
         if loss is None:
-            if (settings.smoothing or function is not None) and "labels" in inputs:
+            named = isinstance(inputs, Mapping)  # scripts' batches may also be sequences, or one tensor
+            if (settings.smoothing or function is not None) and named and "labels" in inputs:
                 inputs = dict(inputs)
                 labels = inputs.pop("labels")
+            elif settings.smoothing:
+                warn_once(logger, "label_smoothing_factor has no effect on batches without 'labels'")
             if self.gets_count and count is not None and labels is None:
                 inputs = {**inputs, "num_items_in_batch": count}
             outputs = call_model(model, inputs)
@@ -293,7 +296,9 @@ class LossPolicy:
     def _measure(self, prepared: Any, hooks: LossHooks) -> None:
         settings, probe = self.settings, self._probe()
         declared = settings.declared
-        self.kind, self.gets_count = None, self._may_get_count() and self._saved.get("gets_count", True)
+        # A batch without names has no place for the count.
+        may_get_count = self._may_get_count() and isinstance(prepared, Mapping)
+        self.kind, self.gets_count = None, may_get_count and self._saved.get("gets_count", True)
         with hooks.autocast():
             self.without_logits.decide(settings.model, prepared, self._makes_logits())
         self._measure_shift(probe, prepared, hooks)
@@ -310,6 +315,7 @@ class LossPolicy:
         )
         if self.script.complete:
             self._use_as_it_is()
+        # What was saved has been used: a further run of this Trainer measures its own first batch.
         self._saved, self.is_unreported = {}, settings.of_script and declared is None
 
     def _makes_logits(self) -> str | None:

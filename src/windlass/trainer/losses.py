@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.trees import honor_type, mapping_like
 from windlass.core.types import IGNORED, LossTerms
 
 
@@ -54,12 +55,8 @@ def on_device(data: Any, device: torch.device, own: Callable[[Any], Any] | None)
             key: item if own is None and isinstance(item, Tensor) and item.device == device else move(item)
             for key, item in data.items()
         }
-        return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*map(move, data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(map(move, data))
-    return data
+        return moved if type(data) is dict else mapping_like(data, moved)  # a dict in every update
+    return honor_type(data, map(move, data)) if isinstance(data, (list, tuple)) else data
 
 
 def empty_batch(columns: list[str] | None) -> ModelError:
@@ -187,6 +184,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def as_count(value: float, device: torch.device) -> Tensor:
     """A count as a scalar tensor on `device`, created there: the host would wait for a copy."""
+    # int64 as transformers passes it: a script may divide by it as a whole number, or compare it with one.
     whole = float(value).is_integer()
     return torch.full(
         (), int(value) if whole else value, dtype=torch.int64 if whole else torch.float32, device=device

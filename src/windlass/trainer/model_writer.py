@@ -179,6 +179,7 @@ def _version_of(tokenizer: Any) -> Any:
     """A value that changes with the tokenizer; None for other things (image processors), which are small."""
     if not hasattr(tokenizer, "special_tokens_map"):
         return None
+    # As text: the values are lists and dicts of tokens that a script may change in place.
     names = ("chat_template", "padding_side", "truncation_side", "model_max_length", "init_kwargs")
     values = [str(getattr(tokenizer, name, None)) for name in names]
     return id(tokenizer), len(tokenizer), str(tokenizer.special_tokens_map), values

@@ -82,6 +82,11 @@ class Events(RunProgress):
         finally:
             self._clock.enter(before)
 
+    def enter_resumed_epoch(self) -> None:
+        """Call `on_epoch_begin` of the callbacks that no checkpoint restores: they have not seen this epoch begin."""
+        with self._clock.within(CALLBACKS):
+            self.handler.enter_resumed_epoch(self._plans.args, self.state, self.control)
+
     def add_log(self, logs: dict[str, Any]) -> None:
         """Append a row to the history and report it."""
         self.state.log_history.append({**logs, "step": self.state.global_step})

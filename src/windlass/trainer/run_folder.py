@@ -94,6 +94,7 @@ class RunFolder:
             except BaseException:
                 self.release(None)
                 raise
+        # Every rank raises, or none: one that went on would wait for the others in its first exchange.
         fixes = [found for found in self._all_ranks.gather_objects(fix) if found is not None]
         if fixes:
             self.release(None)

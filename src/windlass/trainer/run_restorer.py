@@ -23,7 +23,7 @@ from windlass.trainer.run_checkpoints import RunCheckpoints
 from windlass.trainer.run_context import RunContext
 
 logger = get_job_logger(__name__)
-_MAX_ROLLBACKS = 3  # to the same checkpoint
+_MAX_ROLLBACKS = 3  # to the same checkpoint; data that is skipped three times in vain is not the cause
 
 
 class RunRestorer:

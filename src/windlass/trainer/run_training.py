@@ -237,8 +237,11 @@ class RunTraining(LoopHooks):
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def epoch_begin(self) -> None:
-        self._events.fire("on_epoch_begin")
+    def epoch_begin(self, resumed: bool) -> None:
+        if resumed:
+            self._events.enter_resumed_epoch()
+        else:
+            self._events.fire("on_epoch_begin")
 
     def step_begin(self, step: int) -> None:
         events = self._events

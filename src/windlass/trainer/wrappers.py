@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_MAX_WRAPPERS = 16
+_MAX_WRAPPERS = 16  # a module that holds itself under such a name would have no end
 
 
 def innermost(module: nn.Module) -> nn.Module:

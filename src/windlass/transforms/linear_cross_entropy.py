@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from windlass.core.errors import Problem, refuse
 from windlass.core.types import IGNORED
@@ -125,6 +126,7 @@ class _Fused(torch.autograd.Function):
         return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
         if ctx.gradients is None:
             raise RuntimeError(
@@ -136,8 +138,20 @@ class _Fused(torch.autograd.Function):
         made = ctx.gradients
         if not kept:
             ctx.gradients = None
-        scale = torch.mul if kept else Tensor.mul_  # in place, no second copy of the weight's gradient exists
-        return *(None if g is None else scale(g, gradient.to(g.dtype)) for g in made), None, None, None, None
+        return *(None if g is None else _times(g, gradient, kept) for g in made), None, None, None, None
+
+
+def _times(tensor: Tensor, factor: Tensor, kept: bool) -> Tensor:
+    """`tensor` times `factor`, a scalar; in place unless `tensor` is `kept`, so that no second copy of the
+    weight's gradient exists.
+
+    The factor keeps its precision. One over the number of targets, rounded to bfloat16, is off by up to 0.4 %, and with
+    it the gradients of the whole model.
+    """
+    # Kernels of a CPU take a scalar in single precision, and would copy `tensor` for a vector. On a device a scalar
+    # may be rounded to the dtype of `tensor`, a vector is not, and nothing is copied.
+    exact = factor if factor.is_cpu else factor.reshape(1)
+    return torch.mul(tensor, exact, out=torch.empty_like(tensor) if kept else tensor)
 
 
 class ChunkSoftmax(NamedTuple):

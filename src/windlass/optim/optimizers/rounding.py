@@ -43,9 +43,8 @@ def seed_of(parameter: Tensor, position: int, step: int) -> int:
     """A seed that differs between updates, parameters and parts of a parameter, and is equal on ranks that have the
     same part: their copies stay equal.
     """
-    offset = part(parameter).offsets[0] if parameter.dim() else 0
     seed = step
-    for number in (position, offset):
+    for number in (position, *part(parameter).offsets):
         seed = (seed * 1_000_003 + number + 1) % (1 << 61)
     return seed
 

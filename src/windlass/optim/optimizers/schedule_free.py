@@ -28,11 +28,17 @@ class ScheduleFree(ElementwiseOptimizer):
     """What the three have in common; a subclass defines `directions`.
 
     Groups have `k` (the updates made), `train_mode` (False after `eval()`), and the sums of the average's weights.
+    Raises ValueError if a group gives `x` no weight in `y`: `x` is computed from `y` and `z` then, and could not be.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], r: float, weight_lr_power: float) -> None:
         counters = {"k": 0, "train_mode": True, "weight_sum": 0.0, "lr_max": -1.0, "scheduled_lr": 0.0}
         super().__init__(params, {**defaults, "r": r, "weight_lr_power": weight_lr_power, **counters})
+        for group in self.param_groups:
+            if not 0 < _beta1(group) < 1:
+                name = "momentum" if "momentum" in group else "betas"
+                what = "" if name == "momentum" else ": the first (adam_beta1)"
+                raise ValueError(f"{name}={group[name]}{what} must be above 0 and below 1")
 
     def train(self) -> None:
         """Put `y`, at which gradients are computed, into the parameters."""
@@ -182,8 +188,6 @@ class ScheduleFreeSGD(ScheduleFree):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
     ) -> None:
-        if not 0 < momentum < 1:
-            raise ValueError(f"momentum={momentum} must be above 0 and below 1")
         options = {"momentum": momentum, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
         super().__init__(params, {"lr": lr, **options}, r, weight_lr_power)
 
