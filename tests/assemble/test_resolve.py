@@ -63,15 +63,6 @@ def test_weights_in_stages_are_not_to_be_cast(cast: str) -> None:
         resolve(args, FACTS, World(0, 2, 0, 2))
 
 
-def test_an_overridden_length_of_the_warmup_is_refused() -> None:
-    class Mine(TrainingArguments):
-        def get_warmup_steps(self, num_training_steps: int) -> int:
-            return 7
-
-    with pytest.raises(ConfigError, match="get_warmup_steps is overridden"):
-        resolve(Mine("out", use_cpu=True))
-
-
 def test_all_problems_are_told_at_once() -> None:
     facts = Facts(None, has_training_data=False, has_evaluation_data=False)
     with pytest.raises(ConfigError) as caught:
@@ -154,7 +145,7 @@ def test_the_plan_takes_each_argument_from_its_place() -> None:
     )  # fmt: skip
     optimizer = plan.optimizer
     assert (plan.seed, plan.data.seed, optimizer.learning_rate, optimizer.betas) == (5, 6, 0.3, (0.9, 0.9))
-    assert (plan.schedule.warmup_steps(10), plan.schedule.name) == (3, "cosine")
+    assert (plan.duration.warmup, plan.schedule.name) == (3, "cosine")
     assert optimizer.options == {"a": "1", "b": "x"}
     assert (plan.precision.compute, plan.stability.max_grad_norm, plan.stability.nonfinite) == (
         "bf16",

@@ -250,7 +250,6 @@ def test_every_plan_is_part_of_a_run_or_a_launch(kind: str) -> None:
 
 # What the run below has no use for. Loaders are made from the plan, and each keeps sections of its own batch size.
 NO_USE = {
-    "BatchPlan.asked": "a run that is resumed",
     "BatchPlan.finds": "a run that is resumed",
     "BatchPlan.fixed": "a run that is resumed",
     "DataPlan.dispatch": "streams",
@@ -271,6 +270,7 @@ NO_USE = {
     "DistPlan.tensor_positions": "several processes",
     "DistPlan.timeout_seconds": "several processes",
     "DurationPlan.steps_per_epoch": "several processes",
+    "DurationPlan.warmup": "the schedule of a configuration of DeepSpeed",
     "EvaluationPlan.start_timeout": "workers",
     "OptimizerPlan.targets": "an optimizer that projects gradients",
     "PreemptionPlan.deadline_text": "a signal",

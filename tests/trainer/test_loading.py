@@ -46,6 +46,67 @@ def test_an_overridden_sampler_gives_the_order(tmp_path: Path, older: bool) -> N
     assert trainer.model.order[-16:] == first(rows(16))  # a probe may have run before
 
 
+class Copied(Trainer):
+    """Overrides the method as scripts do, with the lines of transformers' own."""
+
+    def get_train_dataloader(self) -> Any:
+        dataset, collator = self.train_dataset, self.data_collator
+        if hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        options = {"batch_size": self._train_batch_size, "collate_fn": collator}
+        if not isinstance(dataset, IterableDataset):
+            options |= {"sampler": self._get_train_sampler(), "drop_last": self.args.dataloader_drop_last}
+        return self.accelerator.prepare(DataLoader(dataset, **options))
+
+
+class WithSuper(Trainer):
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_train_sampler(*args, **kwargs)
+
+
+def as_dataset(count: int) -> Any:
+    datasets = pytest.importorskip("datasets", reason="has columns")
+    texts = [{**row, "x": row["x"].tolist(), "text": "a" * n} for n, row in enumerate(rows(count))]
+    return datasets.Dataset.from_list(texts)
+
+
+@pytest.mark.parametrize("kind", [Copied, WithSuper])
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
+@pytest.mark.parametrize("of_columns", [False, True])
+def test_a_copied_loader_gives_the_order_of_the_arguments(
+    tmp_path: Path, kind: type[Trainer], strategy: str, of_columns: bool
+) -> None:
+    data = as_dataset(24) if of_columns else [{**row, "input_ids": [0] * n} for n, row in enumerate(rows(24))]
+    if of_columns and strategy == "group_by_length":
+        data = data.add_column("input_ids", [[0] * n for n in range(24)])
+
+    class Reading(Seen):
+        def forward(self, x: Any, labels: Any = None, input_ids: Any = None) -> Any:
+            return super().forward(x, labels)
+
+    changes = {"num_train_epochs": 2, "max_steps": -1, "train_sampling_strategy": strategy}
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        assert all("text" not in sample for sample in samples)
+        return {
+            "x": torch.stack([torch.as_tensor(sample["x"]) for sample in samples]),
+            "labels": torch.tensor([sample["labels"] for sample in samples]),
+        }
+
+    trainers = [
+        cls(Reading(), arguments(tmp_path, **changes), train_dataset=data, data_collator=collate)
+        for cls in (kind, Trainer)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    mine, own = (trainer.model.order[-48:] for trainer in trainers)
+    assert mine == own
+    if strategy == "random":
+        assert mine[:24] != mine[24:], "the order of the first epoch again"
+
+
 def test_a_loader_without_a_dataset(tmp_path: Path) -> None:
     class Batches:
         def __iter__(self) -> Any:

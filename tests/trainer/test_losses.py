@@ -117,10 +117,53 @@ def test_an_own_step_trains_as_the_default_one(kind: type[Trainer], accumulation
     assert "compute_loss" not in vars(own), "the watch over the first step is gone"
 
 
+class DividingByCurrent(OwnStep):
+    """As transformers' own step does; the last update of an epoch has fewer micro-batches."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss / self.current_gradient_accumulation_steps)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("kind", [DividingStep, DividingByCurrent])
 @pytest.mark.parametrize("accumulation", [2, 4])
-def test_a_step_that_divides_by_the_accumulation_is_refused(accumulation: int, folder: Path) -> None:
-    trainer = trainer_for(folder, DividingStep, gradient_accumulation_steps=accumulation)
-    refused(trainer, ModelError, rf"divides the loss by gradient_accumulation_steps \({accumulation}\)")
+def test_a_division_by_the_accumulation_is_undone(
+    kind: type[Trainer], accumulation: int, folder: Path
+) -> None:
+    changes: dict[str, Any] = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 3}
+    dividing, default = (
+        trainer_for(folder, cls, gradient_accumulation_steps=accumulation, logging_steps=1, **changes)
+        for cls in (kind, Trainer)
+    )
+    dividing.train()
+    default.train()
+    assert len(dividing.train_dataset) % (3 * accumulation), "the last update of an epoch is to be shorter"  # type: ignore[arg-type]
+    assert weights(dividing) == pytest.approx(weights(default), rel=1e-6, abs=1e-7)
+    losses = ([e["loss"] for e in t.state.log_history if "loss" in e] for t in (dividing, default))
+    assert next(losses) == pytest.approx(next(losses))
+
+
+def test_a_division_that_the_code_does_not_name_is_refused(folder: Path) -> None:
+    class Halving(OwnStep):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss / 2)
+            return loss.detach()
+
+    trainer = trainer_for(folder, Halving, gradient_accumulation_steps=2)
+    refused(trainer, ModelError, r"divides the loss by 2 .* does not name the number of micro-batches")
+
+
+def test_a_division_without_compute_loss_is_refused(folder: Path) -> None:
+    class Alone(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = model(**self._prepare_inputs(inputs))["loss"] / self.args.gradient_accumulation_steps
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    trainer = trainer_for(folder, Alone, gradient_accumulation_steps=2)
+    refused(trainer, ModelError, "computes its loss without `compute_loss`")
 
 
 def test_dividing_by_one_is_nobodys_mistake(folder: Path) -> None:
@@ -138,9 +181,15 @@ def test_a_first_loss_of_zero_does_not_hide_the_division(folder: Path) -> None:
             loss = super().compute_loss(*args, **kwargs)
             return loss * 0 if self.seen < 6 and torch.is_grad_enabled() else loss
 
-    trainer = trainer_for(folder, StartsAtZero, gradient_accumulation_steps=4)
-    with pytest.raises(ModelError, match="divides the loss by"):
-        trainer.train()
+    class Undivided(StartsAtZero):
+        divides = False
+
+    dividing, whole = (
+        trainer_for(folder, kind, gradient_accumulation_steps=4) for kind in (StartsAtZero, Undivided)
+    )
+    dividing.train()
+    whole.train()
+    assert weights(dividing) == weights(whole)
 
 
 def test_an_own_step_under_terms_is_left_alone(folder: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.small import Net, arguments, rows, weights_hash
+from tests.trainer.small import Net, arguments, rows, settings, weights_hash
 from torch import nn
 
-from windlass import Trainer, get_linear_schedule_with_warmup
+from windlass import Trainer, TrainingArguments, get_linear_schedule_with_warmup
 from windlass.assemble.rules import NEVER_CALLED
 from windlass.core.errors import ConfigError, ModelError
 
@@ -58,6 +58,19 @@ def test_a_warmup_beyond_the_run_is_remarked(
     trainer = Trainer(Net(), arguments(tmp_path, warmup_steps=updates), train_dataset=rows(16))
     trainer.create_optimizer_and_scheduler(4)
     assert caplog.text.count(f"warmup_steps={updates}: is longer than the run of 4 updates") == said
+
+
+def test_arguments_of_a_script_count_the_warmup(tmp_path: Path) -> None:
+    """Two of four updates, though `warmup_steps` is 0."""
+
+    class Arguments(TrainingArguments):
+        def get_warmup_steps(self, num_training_steps: int) -> int:
+            return num_training_steps // 2
+
+    trainer = Trainer(Net(), Arguments(**settings(tmp_path, logging_steps=1)), train_dataset=rows(16))
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([0.0, 0.025, 0.05, 0.025])
 
 
 def test_given_objects_resume(tmp_path: Path) -> None:
@@ -286,6 +299,24 @@ def test_an_override_that_would_never_be_called_is_refused(tmp_path: Path, name:
     trainer = kind(Net(), arguments(tmp_path), train_dataset=rows(8))
     with pytest.raises(ConfigError, match=name):
         trainer.train()
+
+
+def test_a_copied_way_to_save_is_refused_before_the_run(tmp_path: Path) -> None:
+    """As older scripts copied it from transformers: its first save would fail, maybe hours later."""
+
+    class Mine(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            folder = str(tmp_path / f"checkpoint-{self.state.global_step}")
+            self.save_model(folder, _internal_call=True)
+            self._save_optimizer_and_scheduler(folder)
+            self._save_rng_state(folder)
+
+    trainer = Mine(Net(), arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=rows(8))
+    with pytest.raises(
+        ConfigError, match="calls _save_optimizer_and_scheduler, _save_rng_state, which Windlass does"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_several_refusals_come_together(tmp_path: Path) -> None:

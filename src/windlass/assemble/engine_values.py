@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.deepspeed import ARGUMENTS, SIZES, RunValues, completed, for_engine, in_precision
-from windlass.config.plan import CallPlan, DistPlan, OptimizerPlan, UpdateSize, ZeroPlan
+from windlass.config.plan import CallPlan, DistPlan, DurationPlan, OptimizerPlan, UpdateSize, ZeroPlan
 from windlass.config.sections.setting import default_of
 from windlass.core.errors import Problem, refuse
 
@@ -15,9 +15,9 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 def with_engine(
-    args: TrainingArguments, plan: CallPlan, size: UpdateSize, steps: int, width: int | None
+    args: TrainingArguments, plan: CallPlan, size: UpdateSize, duration: DurationPlan, width: int | None
 ) -> DistPlan:
-    """How the model is distributed, with the configuration of an engine completed for a run of `steps` updates. Raises
+    """How the model is distributed, with the configuration of an engine completed for a run of this duration. Raises
     ConfigError if the configuration contradicts the arguments, or the run is not one that the engine can do.
 
     Args:
@@ -36,7 +36,7 @@ def with_engine(
             "bf16.enabled": compute == "bf16",
             "fp16.enabled": compute == "fp16",
             **_of_optimizer(plan.optimizer),
-            **_of_schedule(plan, steps),
+            **_of_schedule(plan, duration.steps, duration.warmup),
         }
     )
     # Which sizes fit into memory is found as the run goes on.
@@ -56,7 +56,7 @@ def engine_clipping(args: TrainingArguments, zero: ZeroPlan | None) -> float:
     return given if isinstance(given, int | float) and own == default else own
 
 
-def engine_schedule(plan: CallPlan, steps: int) -> dict[str, Any] | None:
+def engine_schedule(plan: CallPlan, steps: int, warmup: int) -> dict[str, Any] | None:
     """The section of the schedule in a configuration of DeepSpeed, without "auto"; None if there is none."""
     zero = plan.dist.zero
     if zero is None or "scheduler" not in zero.config:
@@ -64,7 +64,7 @@ def engine_schedule(plan: CallPlan, steps: int) -> dict[str, Any] | None:
     config, problems = completed(
         {"scheduler": zero.config["scheduler"]},
         zero.origin,
-        RunValues(_with_arguments(_of_schedule(plan, steps))),
+        RunValues(_with_arguments(_of_schedule(plan, steps, warmup))),
     )
     refuse(problems)
     section: dict[str, Any] = config["scheduler"]
@@ -84,10 +84,10 @@ def _of_optimizer(plan: OptimizerPlan) -> dict[str, Any]:
     }
 
 
-def _of_schedule(plan: CallPlan, steps: int) -> dict[str, Any]:
+def _of_schedule(plan: CallPlan, steps: int, warmup: int) -> dict[str, Any]:
     return {
         "scheduler.params.warmup_max_lr": plan.optimizer.learning_rate,
-        "scheduler.params.warmup_num_steps": plan.schedule.warmup_steps(steps),
+        "scheduler.params.warmup_num_steps": warmup,
         "scheduler.params.total_num_steps": steps,
     }
 

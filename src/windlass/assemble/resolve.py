@@ -62,7 +62,7 @@ def resolve_call(args: TrainingArguments, world: World, in_backward: bool = Fals
         seed=args.seed,
         batches=resolve_batches(args, parallel.dist.mesh(world.size), world.rank),
         optimizer=optimizer,
-        schedule=SchedulePlan(_text(args.lr_scheduler_type), _schedule_options(args), args.warmup_steps),
+        schedule=SchedulePlan(_text(args.lr_scheduler_type), _schedule_options(args)),
         precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
         stability=StabilityPlan(
@@ -104,7 +104,7 @@ def resolve_run(args: TrainingArguments, plan: CallPlan, facts: Facts) -> RunPla
             "logging": resolve_cadence(args.logging_strategy, args.logging_steps, steps),
             "evaluation": resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, steps),
             "save": _save(args, steps),
-            "dist": with_engine(args, plan, size, steps, facts.hidden_size),
+            "dist": with_engine(args, plan, size, duration, facts.hidden_size),
         }
     )
 
@@ -143,11 +143,11 @@ def resolve_duration(args: TrainingArguments, facts: Facts) -> DurationPlan:
     surplus = 0 if facts.resumed is None else facts.resumed.steps - facts.resumed.amounts_to
     if args.max_steps > 0:
         epochs = math.ceil((args.max_steps - surplus) / per_epoch) if per_epoch else MAX_STEPS
-        return DurationPlan(args.max_steps, epochs, per_epoch)
+        return DurationPlan(args.max_steps, args.get_warmup_steps(args.max_steps), epochs, per_epoch)
     assert per_epoch is not None, "a stream without max_steps is refused by the rules"
     made = 0 if facts.resumed is None else facts.resumed.steps
     steps = max(math.ceil(args.num_train_epochs * per_epoch) + surplus, made)
-    return DurationPlan(steps, math.ceil(args.num_train_epochs), per_epoch)
+    return DurationPlan(steps, args.get_warmup_steps(steps), math.ceil(args.num_train_epochs), per_epoch)
 
 
 def resolve_optimizer(args: TrainingArguments, in_backward: bool = False) -> OptimizerPlan:

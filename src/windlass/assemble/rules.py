@@ -30,6 +30,8 @@ class Facts:
     has_training_data: bool = True  # there is a training dataset, or an overridden loader
     has_evaluation_data: bool = True  # there is an evaluation dataset, or an overridden loader
     overridden: frozenset[str] = frozenset()  # names of Trainer methods that the subclass overrides
+    # Names of NEVER_CALLED that an override calls, and that Trainer does not have
+    absent: frozenset[str] = frozenset()
     resumed: Progress | None = None  # the progress before updates changed their size; None if they did not
     size: UpdateSize | None = None  # the size of updates; None: that of the arguments
     hidden_size: int | None = None  # width of the model, as its configuration has it; None if it has none
@@ -37,7 +39,6 @@ class Facts:
 
 # Methods of other trainers that are parts of their loop; the loop of Windlass never calls an override of them.
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
-_COLUMNS = "override `_set_signature_columns_if_needed`, or set remove_unused_columns=False"
 _CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
 NEVER_CALLED = {
     "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
@@ -55,8 +56,6 @@ NEVER_CALLED = {
     "_evaluate": "override `evaluate`",
     "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
     "prediction_loop": "override `evaluation_loop`",
-    "_remove_unused_columns": _COLUMNS,
-    "_get_collator_with_removed_columns": _COLUMNS,
     "_clip_grad_norm": _CLIPPING,
     "_get_grad_norm": _CLIPPING,
     "_get_learning_rate": "override `log`",
@@ -173,11 +172,6 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "fp16, and a compiled graph frees its buffers in the first: leave these at their defaults, or do not compile",
     ),
     (
-        "warmup_steps",
-        lambda args, plan, facts: type(args).get_warmup_steps is not TrainingArguments.get_warmup_steps,
-        "get_warmup_steps is overridden, and a run does not call it: set warmup_steps, or override create_scheduler",
-    ),
-    (
         "neftune_noise_alpha",
         lambda args, plan, facts: args.neftune_noise_alpha and plan.dist.context * plan.dist.sequence > 1,
         "it is scaled by the length of a row, of which each process has a part: leave it out, or set cp_size and "
@@ -227,6 +221,12 @@ def broken_rules(args: TrainingArguments, plan: CallPlan, facts: Facts) -> Itera
         if name in facts.overridden:
             fix = f"Windlass runs its own loop and would never call it; {instead}"
             yield Problem(name, "overridden", fix)
+    if facts.absent:
+        fix = (
+            f"it calls {', '.join(sorted(facts.absent))}, which Windlass does not have: a checkpoint is written as a "
+            "whole. Call super()._save_checkpoint(model, trial), and write what is yours beside it"
+        )
+        yield Problem("_save_checkpoint", "overridden", fix)
     yield from objections(args, plan.batches.ranks)
 
 

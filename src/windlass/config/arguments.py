@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -28,7 +29,6 @@ from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import dtype_plans
 from windlass.config.parallel.rows_training import PRECISION
 from windlass.config.parallel.sources import OWN_VARIABLE, from_arguments, from_environment
-from windlass.config.plan import SchedulePlan
 from windlass.config.sections.fields import Fields
 from windlass.config.sections.setting import default_of, described, rules_of
 from windlass.config.setters import Setters
@@ -203,8 +203,11 @@ class Helpers(Fields):
         return main_process_first(self._world, local, desc, self.ddp_timeout_delta)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Return the updates of warm-up in a run of `num_training_steps` updates."""
-        return SchedulePlan(warmup=self.warmup_steps).warmup_steps(num_training_steps)
+        """Return the updates of warm-up in a run of `num_training_steps` updates. A run calls it: a subclass may count
+        otherwise.
+        """
+        warmup = self.warmup_steps
+        return int(warmup) if warmup >= 1 else math.ceil(num_training_steps * warmup)
 
     # --- as plain data ---
 

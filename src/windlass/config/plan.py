@@ -189,9 +189,14 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class DurationPlan:
-    """`steps` updates in all, over at most `epochs` passes; `steps_per_epoch` is None for streams."""
+    """`steps` updates in all, over at most `epochs` passes; `steps_per_epoch` is None for streams.
+
+    Attributes:
+        warmup: the first updates, in which the learning rate rises linearly.
+    """
 
     steps: int
+    warmup: int
     epochs: int
     steps_per_epoch: int | None
 
@@ -221,11 +226,6 @@ class SchedulePlan:
     # `name`, `options`: a key of the registry of schedules, and the options of that schedule
     name: str = "linear"
     options: dict[str, Any] = field(default_factory=dict)
-    warmup: float = 0  # linear warm-up, in updates; below 1 as a share of all updates
-
-    def warmup_steps(self, total_steps: int) -> int:
-        """Updates of warm-up in a run of `total_steps` updates."""
-        return int(self.warmup) if self.warmup >= 1 else math.ceil(total_steps * self.warmup)
 
 
 @dataclass(frozen=True, slots=True)

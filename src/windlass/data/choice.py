@@ -172,6 +172,8 @@ class ReaderChoice:
         return batch_size if self._split else batch_size * ranks
 
     def _order(self, sampler: Any) -> Order:
+        if isinstance(sampler, Order):
+            return sampler
         if type(sampler) is SequentialSampler:
             return SequentialOrder(len(sampler), self._seed)
         if type(sampler) is RandomSampler and self._seedable:

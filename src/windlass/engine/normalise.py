@@ -88,6 +88,7 @@ class UpdateNormaliser(Normaliser):
     Attributes:
         meaning: of a plain loss.
         watchers: called with each loss that is passed to `backward`.
+        divided_by: the number by which a script's training step has divided the loss of the present micro-batch.
         denominator: targets of the update over all ranks; 1 without any, because it is a divisor.
         targets: of the present micro-batch.
         last, filler: the present micro-batch is the last one of its update; it has no weight.
@@ -104,6 +105,7 @@ class UpdateNormaliser(Normaliser):
         super().__init__(ranks, sum_on_device)
         self.meaning = meaning
         self.watchers: tuple[Callable[[Any], None], ...] = ()
+        self.divided_by = 1
         self.denominator, self.targets, self._share_of_samples = 1.0, 0.0, 0.0
         self.last, self.filler, self._empty = True, False, False
         self.share: Tensor | None = None
@@ -113,8 +115,9 @@ class UpdateNormaliser(Normaliser):
         self._waiting: Tensor | None = None
         self._total: Tensor | None = None
 
-    def scope(self, update: UpdateBatch, index: int) -> None:
+    def scope(self, update: UpdateBatch, index: int, divided_by: int = 1) -> None:
         """Start micro-batch `index` of an update, and with the first one the update."""
+        self.divided_by = divided_by
         if index == 0:
             self.denominator = update.denominator or 1.0
             self._aux_loss = self._waiting = self._total = self.weight = None
@@ -159,6 +162,7 @@ class UpdateNormaliser(Normaliser):
             # A micro-batch without targets may still have a sum over other positions; a mean over targets is NaN.
             loss = _finite(loss) if self._empty else loss
             factor = self.targets / self.denominator * self.ranks
+        factor *= self.divided_by
         return loss if factor == 1.0 else _weigh(loss, factor)
 
     def _terms(self, terms: LossTerms) -> Tensor:

@@ -236,6 +236,20 @@ def place_model(model: nn.Module, device: torch.device) -> None:
         to_device(model, device)
 
 
+def warn_of_keys(model: nn.Module, result: Any) -> None:
+    """Warn of the keys that `load_state_dict` of a script reported missing or unexpected. Weights that the model never
+    saves are tied to others.
+    """
+    if result.missing_keys and set(result.missing_keys) == set(
+        getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ):
+        model.tie_weights()  # type: ignore[operator]
+    elif result.missing_keys:
+        logger.warning("the checkpoint lacks weights of the model: %s", result.missing_keys)
+    if result.unexpected_keys:
+        logger.warning("the checkpoint has weights that the model lacks: %s", result.unexpected_keys)
+
+
 def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
     """Copy the tokenizer's special tokens into the configurations of the model and of its generation."""
     changed = {}

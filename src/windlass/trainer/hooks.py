@@ -23,6 +23,7 @@ from windlass.engine.evaluate import Evaluation
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
+from windlass.trainer.script_loss import names_in_code
 from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows it
@@ -48,6 +49,16 @@ def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
         for name in names
         if name in vars(instance) or getattr(type(instance), name, None) is not getattr(owner, name, None)
     )
+
+
+def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
+    """The methods that an overridden `_save_checkpoint` calls and that do not exist. Found before a run: the first save
+    may be hours later.
+    """
+    if not overrides(trainer, owner, "_save_checkpoint"):
+        return frozenset()
+    named = names_in_code([trainer._save_checkpoint]) & NEVER_CALLED.keys()
+    return frozenset(name for name in named if not hasattr(trainer, name))
 
 
 def replaced(instance: object, *names: str) -> frozenset[str]:
@@ -141,6 +152,7 @@ class TrainHooks:
         loss: the methods that compute and count its loss.
         training_step: `training_step` on one micro-batch, with the target count that it gets or None.
         overridden: the replaced methods that change the plan.
+        absent: methods of other trainers that a script's way to save calls, and that this one does not have.
         has_evaluation_data: there is an evaluation set, or a method of the script's own that may return one.
         rehearses: evaluation is Windlass's own, so that `rehearse` finds the names of its metrics.
         saves_own_way: a script's `_save` or `_save_checkpoint` takes part in saving.
@@ -159,6 +171,7 @@ class TrainHooks:
         self.model, self.loss = trainer.model, loss_hooks(trainer)
         self.training_step: TrainingStep = trainer.run_micro_step
         self.overridden = replaced(trainer, *WATCHED)
+        self.absent = absent_in_save(trainer, owner)
         own_evaluation = self.overridden & {"get_eval_dataloader", "evaluate"}
         self.has_evaluation_data = trainer.eval_dataset is not None or bool(own_evaluation)
         self.rehearses = not overrides(trainer, owner, "evaluate", "evaluation_loop")

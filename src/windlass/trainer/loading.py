@@ -1,4 +1,4 @@
-"""Loaders and the columns of their datasets: the defaults of `get_*_dataloader`."""
+"""Loaders: the defaults of `get_*_dataloader`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from windlass.config.accelerator_config import share_of_batch
 from windlass.config.plan import BatchPlan, CallPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.types import State
-from windlass.data.columns import ColumnCollator, select_columns
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.foreign_loader import ForeignLoader
 from windlass.data.loader import Loader
-from windlass.data.order import known_length
-from windlass.data.prepare import build_eval_loader, build_train_loader
+from windlass.data.order import Order, build_order, known_length
+from windlass.data.prepare import build_eval_loader, build_train_loader, is_stream
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.update_batch import GroupSource
 from windlass.dist.gang import Gang
@@ -44,6 +43,13 @@ def training_loader(
     return build_train_loader(
         dataset, plan=plan.data, batch=batch, collate=collate, sampler=sampler, measured=given
     )
+
+
+def training_order(plan: CallPlan, dataset: Any) -> Order | None:
+    """The order of a map-style dataset as the arguments ask for it; None for one without a length."""
+    if dataset is None or is_stream(dataset) or known_length(dataset) is None:
+        return None
+    return build_order(dataset, plan.data, plan.batches)
 
 
 class EvaluationLoaders:
@@ -148,10 +154,3 @@ def group_source(plan: CallPlan, data_ranks: Gang, loader: Any, position: State 
     longest = None if None in lengths else max(lengths)
     data = plan.data
     return ForeignLoader(loader, plan.batches, data.seed, longest, start_timeout=data.start_timeout)
-
-
-def with_columns(dataset: Any, collate: Collate, columns: list[str], what: str) -> tuple[Any, Collate]:
-    """Return dataset and collator that pass only these columns to the model; `what` is logged."""
-    if getattr(dataset, "column_names", None) is not None and hasattr(dataset, "remove_columns"):
-        return select_columns(dataset, columns, what), collate
-    return dataset, ColumnCollator(collate, columns, what)

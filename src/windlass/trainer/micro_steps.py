@@ -16,6 +16,7 @@ from windlass.engine.executor import StepHooks
 from windlass.trainer.batch_faults import Fed
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.run_context import RunContext
+from windlass.trainer.script_loss import CURRENT, MICRO_BATCHES, names_in_code
 
 _TOLERANCE = 1e-3  # of one division, in bf16 too; the least ratio looked for is 1/2
 
@@ -32,7 +33,8 @@ class MicroSteps(StepHooks):
         self._accumulation, self._normaliser = self._accelerator.gradient_state, self._loss.normaliser
         self._executor, self._step = context.built.executor, hooks.training_step
         self._is_watched = self._needs_count = False
-        self._check: DoubleNormalizationCheck | None = None
+        self._asked = context.plan.batches.asked
+        self._division: StepDivision | None = None
 
     def begin(self, batch: Any, accumulation: int) -> None:
         """Before the first update: measure the loss on its first batch, and warm up the model."""
@@ -44,9 +46,10 @@ class MicroSteps(StepHooks):
             self._executor.warm_up(lambda: self._discarded(batch))
 
     def check_division(self, accumulation: int) -> None:
-        """Check the next step of a script's own for a division by the number of micro-batches, if there are several."""
-        if accumulation > 1 and not self._loss.settings.default_step:
-            self._check = self._check or DoubleNormalizationCheck(accumulation)
+        """Find out if a step of the script's own divides by the number of micro-batches, if there are several."""
+        if accumulation > 1 and self._division is None and not self._loss.settings.default_step:
+            names = names_in_code([self._hooks.loss.training_step]) & MICRO_BATCHES
+            self._division = StepDivision(names, self._asked)
 
     def _discarded(self, batch: Any) -> Tensor:
         targets = self._hooks.loss.count_targets(batch)
@@ -60,12 +63,13 @@ class MicroSteps(StepHooks):
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         """Run micro-batch `index` of an update; return this rank's share of the update's loss, detached."""
         normaliser, batch, accumulation = self._normaliser, update.batches[index], self._accumulation
-        normaliser.scope(update, index)
+        division = self._division
+        normaliser.scope(update, index, 1 if division is None else division.by(len(update.batches)))
         self._executor.strategy.filling = normaliser.filler
         accumulation.micro_batches, accumulation.sync_gradients = len(update.batches), normaliser.last
         count = self._loss.count(normaliser.denominator) if self._needs_count else None
         try:
-            if self._check is None and not self._is_watched:
+            if (division is None or division.is_decided) and not self._is_watched:
                 self._step(batch, count)
             else:
                 self._observed_step(batch, count)
@@ -82,23 +86,27 @@ class MicroSteps(StepHooks):
 
     def _observed_step(self, batch: Any, count: Tensor | None) -> None:
         with contextlib.ExitStack() as stack:
-            if self._check is not None:
-                stack.enter_context(self._checking(self._check))
+            if self._division is not None and not self._division.is_decided:
+                stack.enter_context(self._deciding(self._division))
             if self._is_watched:
                 stack.enter_context(self._loss.script.watching())
             self._step(batch, count)
 
     @contextlib.contextmanager
-    def _checking(self, check: DoubleNormalizationCheck) -> Iterator[None]:
-        watchers = self._normaliser.watchers
-        self._normaliser.watchers = (check.given, *watchers)
+    def _deciding(self, division: StepDivision) -> Iterator[None]:
+        normaliser, watchers = self._normaliser, self._normaliser.watchers
+
+        def given(loss: Any) -> None:
+            micro_batches = self._accumulation.micro_batches
+            division.decide(loss, micro_batches)
+            normaliser.divided_by = division.by(micro_batches)
+
+        normaliser.watchers = (given, *watchers)
         try:
-            with self._hooks.noting_loss(check.returned):
+            with self._hooks.noting_loss(division.returned):
                 yield
         finally:
-            self._normaliser.watchers = watchers
-        if check.is_decided():
-            self._check = None
+            normaliser.watchers = watchers
 
     def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
         normaliser = self._normaliser
@@ -122,44 +130,63 @@ class MicroSteps(StepHooks):
             self._schedule.advance()
 
 
-class DoubleNormalizationCheck:
-    """Checks if an overridden `training_step` divides its loss by the accumulation, as some loops require.
+class StepDivision:
+    """Whether an overridden `training_step` divides its loss by the number of micro-batches, as other trainers need.
 
-    The engine normalises over the whole update, so such a step would train with gradients that are too small by that
-    factor, without an error. Compares, in the first training step with a usable loss, the value that `compute_loss`
-    returned with the one that was passed to backward.
+    The engine weighs micro-batches itself, so such a division is undone. The code of the step shows by which number it
+    may divide; the first usable loss shows whether it does: the result of `compute_loss` is compared with what is
+    passed to backward.
+
+    Args:
+        names: those for the number of micro-batches in the code of the step.
+        asked: the value of `gradient_accumulation_steps`.
+
+    Attributes:
+        is_decided: a usable loss was seen.
     """
 
-    def __init__(self, accumulation: int) -> None:
-        self._accumulation = accumulation
+    def __init__(self, names: frozenset[str], asked: int) -> None:
+        self._names, self._asked = names, asked
+        self._divides, self.is_decided = False, False
         self._returned: Any = None
-        self._given: Any = None
+
+    def by(self, micro_batches: int) -> int:
+        """The number by which the step divides in an update of so many micro-batches."""
+        return self._named(micro_batches) if self._divides else 1
+
+    def _named(self, micro_batches: int) -> int:
+        return micro_batches if self._names == {CURRENT} else self._asked
 
     def returned(self, result: Any) -> None:
         """Record the value that `compute_loss` returned."""
         self._returned = result[0] if isinstance(result, tuple) else result
 
-    def given(self, loss: Any) -> None:
-        """Record the value that was passed to backward."""
-        self._given = loss
-
-    def is_decided(self) -> bool:
-        """Raise ModelError if the loss was divided; return False if this step cannot decide (its loss is 0 or NaN)."""
+    def decide(self, loss: Any, micro_batches: int) -> None:
+        """Decide by a loss that is passed to backward, unless it is 0 or NaN. Raises ModelError if the code does not
+        show what the step divides by.
+        """
         if self._returned is None:
-            # This step computes its loss without `compute_loss`: there is nothing to compare with.
-            return True
-        returned, given = _value(self._returned), _value(self._given)
-        self._returned = self._given = None
-        if not math.isfinite(returned) or returned == 0.0:
-            return False
-        if math.isclose(given * self._accumulation, returned, rel_tol=_TOLERANCE):
+            if self._names:
+                raise ModelError(
+                    f"`training_step` names {min(self._names)} and computes its loss without `compute_loss`, so it is "
+                    "not known if it divides by that number, which would be undone: compute the loss in `compute_loss`"
+                )
+            self.is_decided = True
+            return
+        returned, given = _value(self._returned), _value(loss)
+        self._returned = None
+        number = self._named(micro_batches) if self._names else micro_batches
+        if not math.isfinite(returned) or returned == 0.0 or (number == 1 and number != self._asked):
+            return
+        self._divides = number > 1 and math.isclose(given * number, returned, rel_tol=_TOLERANCE)
+        if self._divides and len(self._names) != 1:
             raise ModelError(
-                f"`training_step` divides the loss by gradient_accumulation_steps ({self._accumulation}) before "
-                "`self.accelerator.backward(loss)`, which normalises over the whole update by itself: the gradients "
-                "would be divided twice. Pass the loss to backward as `compute_loss` returned it (an intended factor "
-                "belongs in `compute_loss`)"
+                f"`training_step` divides the loss by {number} before `self.accelerator.backward(loss)`, and its code "
+                f"{'names two numbers of' if self._names else 'does not name the number of'} micro-batches. Divide by "
+                "self.current_gradient_accumulation_steps alone, which is undone because the whole update is "
+                "normalised, or not at all (an intended factor belongs in `compute_loss`)"
             )
-        return True
+        self.is_decided = True
 
 
 def _value(loss: Any) -> float:

@@ -60,17 +60,19 @@ def new_optimizer(
     return optimizer
 
 
-def new_scheduler(plan: CallPlan, optimizer: torch.optim.Optimizer | None, total_steps: int) -> Any:
+def new_scheduler(
+    plan: CallPlan, optimizer: torch.optim.Optimizer | None, total_steps: int, warmup_steps: int
+) -> Any:
     """The schedule of the plan, over `total_steps` updates, as a torch scheduler. An optimizer that warms up itself
     gets the warm-up if this schedule has none.
     """
     if optimizer is None:
         raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
-    section = engine_schedule(plan, total_steps)
+    section = engine_schedule(plan, total_steps, warmup_steps)
     if section is not None:
         return make_schedule(optimizer, section)
     schedule = plan.schedule
-    warmup = warmup_of_schedule(schedule.name, schedule.warmup_steps(total_steps), optimizer)
+    warmup = warmup_of_schedule(schedule.name, warmup_steps, optimizer)
     if warmup > total_steps:
         logger.warning(
             "warmup_steps=%d: is longer than the run of %d updates, which never reaches the learning rate; set a "

@@ -236,8 +236,8 @@ def plan_run(
         progress = resumed_progress(checkpoint, source, size.accumulation)
     per_epoch = source.groups_per_epoch(size.accumulation)
     facts = Facts(
-        per_epoch, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden, resumed=progress,
-        size=size, hidden_size=_width(hooks.model)
+        per_epoch, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden, absent=hooks.absent,
+        resumed=progress, size=size, hidden_size=_width(hooks.model)
     )  # fmt: skip
     plan = resolve_run(args, call, facts)
     check_plan_alike(session.all_ranks, plan)

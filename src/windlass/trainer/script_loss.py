@@ -33,7 +33,8 @@ from windlass.trainer.losses import as_count
 logger = get_job_logger(__name__)
 
 _PROCESSES = frozenset({"num_processes", "world_size", "get_world_size", "WORLD_SIZE"})
-_MICRO_BATCHES = frozenset({"gradient_accumulation_steps", "current_gradient_accumulation_steps"})
+CURRENT = "current_gradient_accumulation_steps"
+MICRO_BATCHES = frozenset({"gradient_accumulation_steps", CURRENT})
 _SMOOTHED = frozenset({"compute_loss", "label_smoother", "label_smoothing_factor"})
 _DECLARE = (
     "Declare what it returns with the attribute `loss_is_scaled_for_ga`: True if it is divided by "
@@ -81,13 +82,13 @@ class ScriptLoss:
             functions: the script's functions that compute it, if they get the count.
             step: the script's training step, if it is given the count: what it passes to backward may be its own loss.
                 It may name the number of micro-batches, by which steps of other libraries divide (see
-                `DoubleNormalizationCheck`).
+                `StepDivision`).
             watched: a script's code computes the loss, or passes it to backward.
             compiled: the model is compiled, and the count must be a plain tensor, so that reads of it are not noted.
             earlier: `complete` of the run that is resumed.
         """
         of_script = [function for function in functions if any(_versions(function))]
-        names = names_in_code(of_script) & (_PROCESSES | _MICRO_BATCHES)
+        names = names_in_code(of_script) & (_PROCESSES | MICRO_BATCHES)
         if step is not None and any(_versions(step)):
             names |= names_in_code([step]) & _PROCESSES
             of_script.append(step)
@@ -96,7 +97,7 @@ class ScriptLoss:
             self.complete = earlier if names else False
         self._is_first = watched and self._data_ranks.size > 1
         self._watched, self._notes = watched and declared is None, bool(of_script) and not compiled
-        self._is_given_count, self._divides_itself = bool(of_script), bool(names & _MICRO_BATCHES)
+        self._is_given_count, self._divides_itself = bool(of_script), bool(names & MICRO_BATCHES)
         self._use: CountUse | None = None
         self._noted: NotedCount | None = None
 

@@ -595,7 +595,9 @@ class Trainer:
             dataset=self.train_dataset,
             description="Training",
             batch_size=self.args.train_batch_size,
-            sampler_fn=self._get_train_sampler,
+            sampler_fn=self._get_train_sampler
+            if hooks.overrides(self, Trainer, "_get_train_sampler")
+            else None,
             is_training=True,
         )
 
@@ -650,8 +652,11 @@ class Trainer:
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """The order of training samples as a torch sampler, for overrides; by default the loader orders them."""
-        return None
+        """The order of training samples as a torch sampler, a function of the seed and the epoch; None for a stream.
+        Override it for another order. `train_dataset`: by default that of the Trainer.
+        """
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return loading.training_order(self._plan, dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """The order of evaluation samples as a torch sampler, for overrides; by default that of the dataset."""
@@ -662,11 +667,26 @@ class Trainer:
         if self._signature_columns is None:
             self._signature_columns = columns.signature_columns(innermost(self.model), self.label_names)
 
-    def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """The dataset without the columns that the model's forward does not take; itself if its samples are no rows of
+        columns. `description`: what it is for, in the log.
+        """
         if not self.args.remove_unused_columns:
-            return dataset, self.data_collator
+            return dataset
         self._set_signature_columns_if_needed()
-        return loading.with_columns(dataset, self.data_collator, self._signature_columns or [], what)
+        return columns.select_columns(dataset, self._signature_columns or [], description or "training")
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        """A collator that removes such columns from samples that are dicts, and then calls `data_collator`."""
+        if not self.args.remove_unused_columns:
+            return data_collator
+        self._set_signature_columns_if_needed()
+        return columns.ColumnCollator(data_collator, self._signature_columns or [], description or "training")
+
+    def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
+        if getattr(dataset, "column_names", None) is not None and hasattr(dataset, "remove_columns"):
+            return self._remove_unused_columns(dataset, what), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, what)
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples of `dataloader` over all ranks: the length of its dataset, else estimated from its own, in batches.
@@ -716,7 +736,8 @@ class Trainer:
         """
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = optimization.new_scheduler(self._plan, target, num_training_steps)
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            self.lr_scheduler = optimization.new_scheduler(self._plan, target, num_training_steps, warmup)
             self._made_scheduler = True
         return self.lr_scheduler
 
@@ -904,6 +925,14 @@ class Trainer:
         _of_run(self._run).restorer.load_weights(
             Path(resume_from_checkpoint), self.model if model is None else model
         )
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of keys that `load_state_dict` reported missing or unexpected; for overrides of the two above."""
+        defaults.warn_of_keys(self.model, load_result)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move a model to a device, unless it is on several or has no values there; for scripts."""
+        defaults.place_model(model, device)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Called before the first update, after the engine restored optimizer and schedule of `checkpoint` (None:

@@ -123,7 +123,8 @@ def _accumulation(recipe: Recipe, value: str) -> None:
 def _precision(recipe: Recipe, value: str) -> None:
     recipe.dtype = "float32"
     recipe.arguments |= {value: True}
-    recipe.approximate(5e-2, 2e-2)
+    # DeepSpeed rounds the weights themselves: one process with bf16 weights differs as much from one under autocast.
+    recipe.approximate(1e-1 if recipe.strategy.startswith("zero") else 5e-2, 2e-2)
 
 
 def _qat(recipe: Recipe, value: str) -> None:
