@@ -17,7 +17,7 @@ HANG = 60  # seconds; the groups' own limit is 600
 
 
 def ends_of(script: Path, *arguments: str, ranks: int = 2) -> list[tuple[int, str]]:
-    """Run `script` on ranks that nobody ends when one of them fails; return exit codes, and what they printed."""
+    """Run `script` on ranks that no launcher ends when one of them fails; return exit codes, and what they printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
