@@ -45,7 +45,7 @@ class SumUnderWay:
     """A sum over the ranks of a group."""
 
     _free: ClassVar[dict[int, list[_Buffer]]] = {}
-    # Those that were not waited for: to drop the last reference to one that another rank has not joined would wait.
+    # Those that no caller has waited for: to drop the last reference to one under way may wait for other ranks.
     _begun: ClassVar[list[SumUnderWay]] = []
 
     def __init__(self, values: list[float], group: Any) -> None:
