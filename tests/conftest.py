@@ -127,10 +127,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(3600))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+_imported = 0  # modules whose objects are set aside
+
+
+def _set_aside() -> None:
     """What imports and collection made lives as long as the tests: no collection of garbage has to look at it."""
+    global _imported
     gc.collect()
     gc.freeze()
+    _imported = len(sys.modules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _late_imports() -> Iterator[None]:
+    """Set aside what tests import as they run, too: it makes each collection of later tests take up to a second."""
+    yield
+    if len(sys.modules) > _imported + 500:
+        _set_aside()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _set_aside()
     if len(session.items) > 1000:  # for a few tests it costs more than it saves
         use_large_pages()
 

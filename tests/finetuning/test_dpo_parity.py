@@ -109,10 +109,13 @@ def test_a_loss_and_its_gradients_are_theirs(both: tuple[Any, Any], case: dict[s
     assert float((own - other).abs().max()) < 1e-6 * max(1.0, float(other.norm()))
 
 
-@pytest.mark.parametrize("smoothed", [False, True])
-def test_the_log_is_theirs(tmp_path: Path, smoothed: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss_type": ["robust"], "label_smoothing": 0.1}, {"loss_type": ["sft"]}, {"loss_type": ["sigmoid", "sft"]}],
+    ids=["sigmoid", "robust", "sft", "sigmoid-sft"],
+)  # fmt: skip
+def test_the_log_is_theirs(tmp_path: Path, options: dict[str, Any]) -> None:
     """Every figure of a run of three updates, with one micro-batch each, under the same names."""
-    options = {"loss_type": ["robust"], "label_smoothing": 0.1} if smoothed else {}
     logs, order = [], {**SHORT, "train_sampling_strategy": "sequential"}
     for library, arguments in ((trl.DPOTrainer, trl.DPOConfig), (DPOTrainer, DPOConfig)):
         trainer = library(

@@ -135,6 +135,16 @@ def test_options_of_a_model_given_by_name_are_used_without_a_remark(
     assert "model_init_kwargs" not in caplog.text
 
 
+def test_learnt_prompts_are_refused_because_rewards_would_depend_on_padding(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    prompts = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+    with pytest.raises(ConfigError, match=r"peft_config='PROMPT_TUNING': .* padding"):
+        RewardTrainer(
+            scorer(), settings(tmp_path), train_dataset=pairs(), processing_class=small.tokenizer(),
+            peft_config=prompts,
+        )  # fmt: skip
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a reward is one number"):
         RewardTrainer(

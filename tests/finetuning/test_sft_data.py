@@ -97,6 +97,14 @@ def test_shuffled_lists_are_packed_like_tables(tmp_path: Path) -> None:
     assert rows == table
 
 
+def test_a_function_that_tokenized_rows_ignore_does_not_change_their_labels(tmp_path: Path) -> None:
+    rows = small.table([{"input_ids": [3, 7, 8, 9], "completion_mask": [0, 0, 1, 1]}] * 4)
+    found = [
+        list(trainer_of(tmp_path, rows, formatting_func=function).train_dataset) for function in (None, str)
+    ]
+    assert found[0] == found[1] == [{"input_ids": [3, 7, 8, 9], "labels": [3, 7, 8, 9]}] * 4
+
+
 def test_a_prompt_that_fills_the_window_is_named_by_its_line(tmp_path: Path) -> None:
     rows = small.prompts(4)
     rows[2] = {"prompt": " ".join(["cat"] * 40), "completion": " mat"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 from tests.dist.garbage import collect_among_threads, leave_a_store_behind
 from tests.trainer.resume_cases import in_a_child
 
-from windlass.forecast.child import Child
+from windlass.core.errors import ConfigError, Problem
+from windlass.forecast.child import Child, apart
 
 
 def interrupt(number: int, frame: Any) -> None:
@@ -30,9 +32,9 @@ def test_code_that_waits_for_an_answer_runs_in_no_other_process(tmp_path: Path) 
     def work() -> None:
         signal.signal(signal.SIGALRM, interrupt)
         try:
-            child = Child(answer)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            child.result()
+            with Child(answer) as child:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                child.result()
         except KeyboardInterrupt:
             with ended.open("a") as file:
                 file.write("interrupted\n")
@@ -50,6 +52,29 @@ def test_code_that_waits_for_an_answer_runs_in_no_other_process(tmp_path: Path) 
 def test_it_does_not_collect_what_was_garbage_before_it() -> None:
     def work() -> None:
         leave_a_store_behind()
-        Child(collect_among_threads).result()
+        apart(collect_among_threads)
+
+    assert in_a_child(work) == 0
+
+
+def test_none_is_left_if_another_one_raises() -> None:
+    """Its answer is longer than a pipe holds, so that it would wait for a reader."""
+
+    def refuse() -> None:
+        raise ConfigError(Problem("layers", 2, "are too few"))
+
+    def work() -> None:
+        with (
+            contextlib.suppress(ConfigError),
+            Child(refuse) as one,
+            Child(lambda: "long" * 100_000) as other,
+        ):
+            one.result()
+            other.result()
+        try:
+            os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        raise AssertionError("a process is left")
 
     assert in_a_child(work) == 0

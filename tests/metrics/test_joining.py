@@ -57,6 +57,15 @@ def test_joined_blocks_are_those_of_transformers(widths: list[tuple[int, int]]) 
     assert torch.equal(pad_concat(blocks), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_type_without_the_padding_is_not_padded(dtype: torch.dtype) -> None:
+    narrow, wide = torch.zeros(1, 2).to(dtype), torch.zeros(1, 3).to(dtype)
+    assert pad_concat([wide, wide]).dtype == dtype
+    assert pad_concat([narrow, wide], padding=0).tolist() == [[0] * 3] * 2
+    with pytest.raises(ModelError, match=f"batches of {dtype} differ in their widths, and -100"):
+        pad_concat([narrow, wide])
+
+
 def test_scalars_are_rows_and_types_are_promoted() -> None:
     joined = pad_concat([torch.tensor(1), torch.tensor([2.5])])
     assert joined.tolist() == [1.0, 2.5]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from tests.dist.launch import end_of, launch
-from tests.search.searches import SPACE, Line, trainer_of
+from tests.search.searches import SPACE, Line, rates, trainer_of
 
 from windlass import TrainerCallback
 from windlass.callbacks.metrics_log import read_metrics
@@ -58,6 +58,13 @@ def test_two_processes_train_each_trial_together(tmp_path: Path) -> None:
     assert code == 0
     one, two = (trials_in(tmp_path / name) for name in ("one", "two"))
     assert [trial["params"] for trial in one] == [trial["params"] for trial in two]
+
+
+@pytest.mark.dist
+def test_two_processes_prune_a_trial_together(tmp_path: Path) -> None:
+    launch(2, SCRIPT, tmp_path, "median", -1)
+    last = trials_in(tmp_path)[-1]
+    assert (last["state"], last["reason"]) == ("pruned", "at update 2")
 
 
 def test_the_best_and_its_run(tmp_path: Path) -> None:
@@ -150,10 +157,6 @@ class Fails(TrainerCallback):
 def test_a_killed_trial_is_pruned_where_one_that_was_not_is(
     event: str, step: int, backend: str, tmp_path: Path
 ) -> None:
-    def space(trial: Any) -> dict[str, Any]:
-        rate = [0.5, 0.4, 0.3, 0.2, 1e-6][trial.number]
-        return {"learning_rate": trial.suggest_float("learning_rate", rate, rate)}
-
     options: dict[str, Any] = {"pruner": "median"}
     if backend == "optuna":
         from optuna.pruners import MedianPruner
@@ -161,7 +164,7 @@ def test_a_killed_trial_is_pruned_where_one_that_was_not_is(
         options = {"pruner": MedianPruner(n_startup_trials=4)}
 
     def search(folder: Path, *callbacks: Any) -> list[dict[str, Any]]:
-        trainer_of(folder, *callbacks).hyperparameter_search(space, n_trials=5, backend=backend, **options)
+        trainer_of(folder, *callbacks).hyperparameter_search(rates, n_trials=5, backend=backend, **options)
         return trials_in(folder)
 
     whole = search(tmp_path / "whole")

@@ -157,13 +157,17 @@ def train(
     resume: bool | str = False,
     killed_at: int = 0,
     killed_on: str = "on_step_end",
+    trains: str = "",
     **changes: Any,
 ) -> dict[str, list[float]]:
     """Train and evaluate; return what was reported, and the weights. The last rank is killed at an event of update
-    `killed_at`.
+    `killed_at`. Parameters with `trains` in their names are trained.
     """
+    made = model(name)
+    for path, parameter in made.named_parameters():
+        parameter.requires_grad_(trains in path)
     trainer = Noted(
-        model(name),
+        made,
         arguments(folder, **changes),
         data_collator=collate,
         train_dataset=samples(),

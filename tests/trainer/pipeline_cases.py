@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,6 +86,13 @@ class Skipping(Plain):
         return {"loss": logits.mean(), "logits": logits}
 
 
+class Wrapping(Plain):
+    """Its output is an object of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return SimpleNamespace(**super().forward(*args, **kwargs))
+
+
 class Centred(nn.Module):
     """Subtracts a running average of what it has got."""
 
@@ -119,7 +127,15 @@ class OwnLoss(Noted):
         return (terms, outputs) if return_outputs else terms
 
 
-_OWN_MODELS = {"plain": Plain, "skipping": Skipping, "averaging": Averaging}
+def crossed() -> nn.Module:
+    """Of four stages on two ranks each has a copy of a weight of the other: blocks 0 and 1 are tied, and 2 and 3."""
+    blocks = [Block() for _ in range(6)]
+    for one, other in ((0, 1), (2, 3)):
+        blocks[other].inner.weight = blocks[one].inner.weight
+    return nn.Sequential(nn.Embedding(23, 16), *blocks, nn.Linear(16, 23))
+
+
+_OWN_MODELS = {"plain": Plain, "skipping": Skipping, "averaging": Averaging, "wrapping": Wrapping}
 
 
 def made(name: str) -> Any:
@@ -128,6 +144,8 @@ def made(name: str) -> Any:
     if name.startswith("adapted "):
         return adapted(name.partition(" ")[2])
     torch.manual_seed(0)
+    if name == "crossed":
+        return crossed().double()
     if name in _OWN_MODELS:
         return _OWN_MODELS[name]().double()
     layers = [nn.Embedding(23, 16), Block(), nn.ReLU(), Block(), nn.Linear(16, 23)]
@@ -177,7 +195,7 @@ def train(
     kind = _TRAINERS.get(trainer, Noted)
     run = kind(
         made(name).float() if single else made(name),
-        arguments(folder, **{"remove_unused_columns": name != "sequence", **changes}),
+        arguments(folder, **{"remove_unused_columns": name not in ("sequence", "crossed"), **changes}),
         data_collator=collate,
         train_dataset=samples(),
         eval_dataset=samples(7),

@@ -31,6 +31,8 @@ def test_two_ranks_with_half_of_the_experts_equal_one_process(run: Run) -> None:
         "replicated": ("mixtral", EXPERTS, ONE),
         "sharded": ("mixtral", EXPERTS, {**ONE, "fsdp": True, "gradient_checkpointing": True}),
         "balanced": ("balanced", EXPERTS, {**ONE, "own_loss": True}),
+        "experts alone": ("mixtral", EXPERTS, {**ONE, "trains": "experts"}),
+        "experts alone, sharded": ("mixtral", EXPERTS, {**ONE, "trains": "experts", "fsdp": True}),
     }
     check_equal(run, 2, cases, TWO)
 

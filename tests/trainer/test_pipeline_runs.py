@@ -49,11 +49,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.dist
 def test_two_stages_equal_one_process(run: Run) -> None:
-    """The order of forwards and backwards, a tie of two stages, a loss of the script's, a model of the script's."""
+    """The order of forwards and backwards, ties of two stages, a loss of the script's, a model of the script's."""
     cases: dict[str, Case] = {
         "one forward, one backward": ("llama", TWO, {}),
         "tied": ("tied", TWO, {}),
         "there and back": ("tied", V, {}),
+        "ties both ways": ("crossed", of_schedule("Interleaved1F1B"), {"trainer": "sequence"}),
         "a loss of the script's": ("llama", TWO, {"trainer": "own"}),
         "an adapter": ("adapted tied", TWO, {}),
         "balanced experts": ("balanced", TWO, BALANCED),
@@ -80,6 +81,7 @@ def test_models_that_cannot_be_cut_are_refused_on_all_ranks(run: Run) -> None:
             {**V, "pp_schedule": "Interleaved1F1B", "pp_stages_per_process": 3},
             {},
         ),
+        "the forward of the model returns a SimpleNamespace": ("wrapping", named, {}),
         "has no such module": ("plain", {**named, "pp_split_points": ["fourth"]}, {}),
     }
     for found in run(2, cases):

@@ -228,13 +228,50 @@ def test_a_model_with_another_loss_keeps_it(model: Own, reason: str, count: int 
         lean_causal_lm_loss(model, _words(), options=LossOptions(z_loss=0.1))
 
 
+def test_a_share_without_targets_of_a_models_own_mean_is_zero() -> None:
+    model, batch = Own(head=nn.Sequential(nn.Linear(6, 11))), _words()
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    assert model(**nothing)["loss"].isnan()
+    loss, figures = lean_causal_lm_loss(model, nothing, 16)
+    loss.backward()
+    assert loss == figures.loss == figures.targets == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 def test_a_wrapper_that_adds_positions(caplog: Any) -> None:
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model, batch = peft.get_peft_model(_model("llama"), config), _batch()
-    ours, _ = lean_causal_lm_loss(model, batch)
+    ours, figures = lean_causal_lm_loss(model, batch)
     torch.testing.assert_close(ours, model(**batch).loss)
+    assert figures.targets == (batch["labels"] != -100).sum()
+    torch.testing.assert_close(figures.loss, ours.detach() * figures.targets)
     assert len(_logged(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [LossOptions(label_smoothing=0.1), LossOptions(dynamic=True)], ids=["smoothed", "dynamic"]
+)
+@pytest.mark.parametrize("kind", ["prompt", "head"])
+def test_altered_targets_of_a_model_that_makes_logits(options: LossOptions, kind: str) -> None:
+    """The last learnt prompt predicts the first label of a row, and all labels count."""
+    peft = pytest.importorskip("peft")
+    batch = _batch()
+    batch["labels"][0, :2] = -100
+    config: Any = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    if kind == "head":
+        config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(_model("llama"), config)
+    loss, figures = lean_causal_lm_loss(model, batch, options=options)
+    logits, labels = model(**{**batch, "labels": None}).logits, batch["labels"]
+    labels = labels if kind == "prompt" else labels[:, 1:]
+    logs = logits[:, -labels.shape[1] - 1 : -1].log_softmax(-1)[labels != -100]
+    chosen = logs.gather(1, labels[labels != -100][:, None])[:, 0]
+    smoothed = 0.9 * chosen + 0.1 * logs.mean(1)
+    expected = -(chosen * chosen.detach().exp() if options.dynamic else smoothed).mean()
+    _same(model, loss, expected)
+    assert figures.targets == len(chosen)
+    torch.testing.assert_close(figures.entropy, -(logs.exp() * logs).sum().detach())
 
 
 def test_an_adapter(caplog: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -162,9 +163,23 @@ def test_applied_twice_it_recomputes_once() -> None:
     assert [block.calls for block in model.blocks] == [2, 2, 2, 2]  # type: ignore[union-attr]
 
 
-def test_a_copy_uses_its_own_weights() -> None:
-    model = apply_recompute(Plain())
-    twin = copy.deepcopy(model)
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"selective": True}])
+def test_a_copy_uses_its_own_weights(
+    copied: Callable[[nn.Module], nn.Module], options: dict[str, Any]
+) -> None:
+    model = apply_recompute(Plain(), options)
+    twin = copied(model)
+    assert type(twin.blocks[0]) is type(model.blocks[0])  # type: ignore[index]
+    assert [block.calls for block in twin.blocks] == [0] * 4  # type: ignore[union-attr]
     twin(torch.zeros(1, 3, dtype=torch.long)).backward()
     assert all(p.grad is not None for p in twin.blocks.parameters())  # type: ignore[union-attr]
     assert all(p.grad is None for p in model.parameters())

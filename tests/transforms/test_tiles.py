@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -77,6 +78,28 @@ def test_a_layer_keeps_the_inner_states_of_no_tile_until_the_backward() -> None:
         kept[tile] = max(saved)
     assert kept[256] == 256 * 64
     assert kept[8] <= 256 * 4
+
+
+def test_layers_with_attributes_and_copies_of_their_own_are_tiled() -> None:
+    """A pickle names the class of the layer and what was mixed into it, in the order in which that was done."""
+    model = net()
+    for block in model:
+        block.mlp.tile_size = 7  # type: ignore[union-attr]
+        block.mlp[2].p = 0.0  # type: ignore[union-attr, index]
+    hidden = torch.randn(1, 9, 4, dtype=torch.float64)
+    whole = gradients(model, hidden)
+    tile_layers(model, {"mlp": 5})
+    apply_recompute(model)
+    for found in (model, pickle.loads(pickle.dumps(model))):
+        sizes: list[int] = []
+        found[0].mlp[0].register_forward_hook(
+            lambda layer, args, output, sizes=sizes: sizes.append(args[0].shape[1])
+        )
+        found.zero_grad()
+        for one, other in zip(gradients(found, hidden), whole, strict=True):
+            assert (one - other).abs().max() < 1e-12
+        assert sizes[:2] == [5, 4]
+        assert found[0].mlp.tile_size == 7
 
 
 def test_what_cannot_be_tiled_is_refused() -> None:

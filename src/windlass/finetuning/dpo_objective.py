@@ -184,8 +184,9 @@ _LOSSES: dict[str, Callable[[PairTerms, DPOConfig], Tensor]] = {
 
 
 # Two counts in one number, which the engine adds up over an update: pairs times this, and tokens. The sum is exact for
-# 67 million pairs and as many tokens.
-_TOKENS = 2.0**26
+# 67 million pairs and as many tokens. An int: a tensor of ints divided by a float is of the default type, and single
+# precision has 24 bits.
+_TOKENS = 2**26
 
 
 class UpdateLoss:
@@ -205,7 +206,7 @@ class UpdateLoss:
         pairs = pairs_in(batch)
         if not self.counts_tokens:
             return float(pairs)
-        return pairs * _TOKENS + chosen_tokens_in(batch)
+        return float(pairs * _TOKENS + chosen_tokens_in(batch))
 
     def divisors(self, terms: PairTerms, count: Tensor | int | None) -> tuple[Tensor | float, Tensor | float]:
         """What sums over pairs and sums over tokens are divided by: the counts of the update, or those of the batch if
@@ -213,8 +214,9 @@ class UpdateLoss:
         """
         if count is None or not self.is_scaled:
             return float(len(terms.chosen)), terms.chosen_tokens.sum().clamp(min=1)
-        pairs = torch.div(torch.as_tensor(count), _TOKENS, rounding_mode="floor")
-        return pairs, (torch.as_tensor(count) - pairs * _TOKENS).clamp(min=1)
+        whole = torch.as_tensor(count)
+        pairs = torch.div(whole, _TOKENS, rounding_mode="floor")
+        return pairs, (whole - pairs * _TOKENS).clamp(min=1)
 
     def loss(self, sums: tuple[Tensor, Tensor], terms: PairTerms, count: Tensor | int | None) -> Tensor:
         """The loss of a batch, from its sums over pairs and over tokens."""

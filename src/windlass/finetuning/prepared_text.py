@@ -26,7 +26,7 @@ def text_options(
         dataset_text_field=args.dataset_text_field,
         max_length=args.max_length,
         truncation_mode=args.truncation_mode,
-        completion_only_loss=None if formatting_func is not None else completion_only,
+        completion_only_loss=completion_only,
         assistant_only_loss=args.assistant_only_loss,
         formatting_func=formatting_func,
         packing=args.packing_strategy if packing else None,

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import model_inputs
 from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.frozen_reference import without_dropout
+from windlass.finetuning.peft_adapters import predicts_first_labels
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reward_config import RewardConfig
 from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
@@ -67,6 +68,7 @@ class RewardTrainer(FineTuner):
     ) -> None:
         args = begin_tuning(RewardConfig, args, model, train_dataset)
         base = open_tuned_model(model, args, processing_class, quantization_config, peft_config, labels=1)
+        _refuse_learnt_prompts(base.model)
         if args.disable_dropout:
             without_dropout(base.model)
         self._data = self.preparation(args, base.tokenizer, ModelLimits.of(base.model))
@@ -135,3 +137,15 @@ class RewardTrainer(FineTuner):
     def _evaluated(self, inputs: Any, outputs: Any) -> tuple[Tensor, Tensor]:
         rewards: Tensor = outputs["rewards"].detach()
         return rewards, torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
+
+
+def _refuse_learnt_prompts(model: Any) -> None:
+    """Raise ConfigError if prompts are embedded before each row: a classifier of transformers then gets no ids, and
+    reads the reward of a shorter row at its padding.
+    """
+    if predicts_first_labels(model):
+        fix = (
+            "the model gets embeddings instead of tokens, so rewards would be read at the padding of shorter rows; "
+            "train a LoRA adapter or learnt prefixes"
+        )
+        raise ConfigError(Problem("peft_config", model.active_peft_config.peft_type.value, fix))

@@ -18,31 +18,37 @@ from windlass.core.threads import keep_inherited_garbage
 
 
 class Child:
-    """A process that has begun `work`; `result` waits for it. There is none where `can_fork` is False."""
+    """A process that has begun `work`; `result` waits for it. There is none where `can_fork` is False.
+
+    A context manager, at whose end the process has ended: of several at a time others still compute if one raises, and
+    would wait for ever for a reader of their answer.
+    """
 
     can_fork = hasattr(os, "fork")
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._reader, writer = os.pipe()
+        reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         with handled_later():
             self._pid = os.fork()
             if self._pid == 0:
-                os.close(self._reader)
+                os.close(reader)
                 _answer(work, writer)
         os.close(writer)
+        self._pipe = os.fdopen(reader, "rb")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
     def result(self) -> Any:
         """What `work` returned. Raises its ConfigError, or a ModelError with the message of what else it raised."""
-        try:
-            with os.fdopen(self._reader, "rb") as pipe:
-                text = pipe.read()
-        except BaseException:  # Ctrl-C: no caller waits for the answer
-            os.kill(self._pid, signal.SIGKILL)
-            raise
-        finally:
-            os.waitpid(self._pid, 0)
+        text = self._pipe.read()
         if not text:
             raise ModelError("the process that looked at the model ended without an answer")
         answer = json.loads(text)
@@ -55,7 +61,10 @@ class Child:
 
 def apart(work: Callable[[], Any]) -> Any:
     """What `work` returns, which is run in a process of its own if there can be one."""
-    return Child(work).result() if Child.can_fork else work()
+    if not Child.can_fork:
+        return work()
+    with Child(work) as child:
+        return child.result()
 
 
 def _answer(work: Callable[[], Any], writer: int) -> None:

@@ -116,6 +116,7 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
             model = cls._from_config(config, **chosen)
             if quantization is not None:
                 pack(model, quantization)
+        # As `from_pretrained` returns it.
         model.eval()
         return model
 

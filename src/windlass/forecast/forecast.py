@@ -137,6 +137,7 @@ class Forecast:
         exchange = sum(
             link.nbytes / (1e9 * (board.link if link.within else NETWORK)) for link in self.links()
         )
+        # Numbers of kernels that follow from two traces may be negative for some sizes.
         return Time(max(compute, 0.0), exchange)
 
     def _seconds(self, dtype: str, flops: int, nbytes: int, board: Board) -> float:

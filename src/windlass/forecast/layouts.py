@@ -194,6 +194,7 @@ def cost_of(layout: Layout, size: Size, board: Board) -> Cost:
     2.2), at the rates of a data sheet. A trace counts what an estimate leaves out, and takes seconds.
     """
     mesh, together = layout.mesh, layout.mesh.size("model")
+    # For each parameter and position 2 in the forward and 4 in the backward (arXiv:2001.08361, section 2.1).
     flops = (8 if layout.recomputed else 6) * size.parameters * size.positions
     compute = flops / together / (1e12 * board.rates.get("bf16", board.rates["fp32"]))
     seconds_of = {
@@ -205,6 +206,7 @@ def cost_of(layout: Layout, size: Size, board: Board) -> Cost:
     beside = seconds_of.get("replicate", 0.0) + seconds_of.get("shard", 0.0)
     wait = 1 + (mesh.pipeline - 1) / size.micro_batches
     seconds = together * max((compute + exchange - beside) * wait, beside)
+    # In three digits: an estimate that is better by less is no reason for another axis.
     return Cost(float(f"{seconds:.3g}"), layout.recomputed, float(f"{exchange:.3g}"), len(mesh.used()))
 
 

@@ -144,6 +144,7 @@ class Meter(TorchDispatchMode):
         key, block = storage._cdata, _Tracked(storage.nbytes(), owner, forward)
         self._blocks[key] = block
         self._change(owner, block.nbytes)
+        # At the end of the process nothing needs the figures, and modules are gone.
         weakref.finalize(storage, self._freed, key, block).atexit = False
 
     def _freed(self, key: int, block: _Tracked) -> None:
@@ -202,6 +203,7 @@ class Meter(TorchDispatchMode):
             moment = self._moments[key] = Instant(direction, self._part_of(place), pattern(place))
         peak = self.peaks.get(moment)
         if peak is None or self._now > peak.total:
+            # The owners are copied at a new peak alone, which few operations are.
             self.peaks[moment] = Peak(self._now, dict(self._totals))
 
     def resizing(self) -> AbstractContextManager[None]:

@@ -58,6 +58,7 @@ class ModulePlaces:
         self._mark()
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        # The forward of a module that was running when the body began has no entry here.
         if len(self._stack) > 1:
             self._stack.pop()
         self._mark()

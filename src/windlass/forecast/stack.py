@@ -50,6 +50,7 @@ def find_stack(model: nn.Module) -> Stack | None:
     outer = [item for item in sized if not any(item[1].startswith(f"{other[1]}.") for other in sized)]
     if not outer:
         return None
+    # By size: the layers of a small tower beside the decoder are all run.
     _, name, layers = max(outer, key=lambda item: item[0])
     kinds = _kinds(layers, getattr(model, "config", None))
     for period in range(1, len(kinds) // 2):

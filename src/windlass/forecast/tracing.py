@@ -130,7 +130,7 @@ def _traced(rehearsal: Rehearsal) -> Trace:
     stack = rehearsal.stack
     if stack is None:
         return Trace.from_dict(apart(partial(run, None)))
-    few, more = (Child(partial(run, layers)) for layers in (stack.few, stack.more))
-    return Trace.from_dict(few.result()).with_layers(
-        Trace.from_dict(more.result()), (stack.length - stack.few) // stack.period
-    )
+    with Child(partial(run, stack.few)) as few, Child(partial(run, stack.more)) as more:
+        return Trace.from_dict(few.result()).with_layers(
+            Trace.from_dict(more.result()), (stack.length - stack.few) // stack.period
+        )

@@ -42,6 +42,7 @@ def work_of(
     if not outputs or _is_view(func):
         return None
     given = list(tensors_in((args, kwargs)))
+    # The rate of a device is that of the dtype of what is multiplied.
     first = next((t for t in (*given, *outputs) if t.is_floating_point()), None)
     nbytes = sum(t.numel() * t.element_size() for t in (*given, *outputs))
     count = _flops(func)

@@ -17,6 +17,7 @@ from windlass.core.optional import require
 Scores = dict[str, float]
 ROUGE = ("rouge1", "rouge2", "rougeL")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+# With separators of thousands, such as 1,234.5.
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _FINAL = "####"
 
@@ -99,6 +100,7 @@ def scores_of_set(names: Sequence[str], answers: Sequence[str], references: Sequ
     """Return the scores of a set that is not empty."""
     found: Scores = {}
     for name in names:
+        # BLEU of a corpus adds up matches before it divides: it is not the mean over sentences.
         if name == "bleu":
             found.update(corpus_bleu(answers, references))
             continue

@@ -85,10 +85,18 @@ def widest(shapes: Sequence[Shape], what: str) -> Shape:
 def blank(
     rows: int, shapes: Sequence[Shape], dtype: torch.dtype, what: str, padding: int = PADDING
 ) -> Tensor:
-    """A tensor of `rows` rows as wide as the widest of `shapes`, filled with `padding` if some are narrower."""
+    """A tensor of `rows` rows as wide as the widest of `shapes`, filled with `padding` if some are narrower. Raises
+    ModelError if it is to be filled, and the dtype does not have that value: a mask would be filled with True.
+    """
     width = widest(shapes, what)
     if all(shape[1:] == width for shape in shapes):
         return torch.empty((rows, *width), dtype=dtype)
+    if torch.full((), padding, dtype=dtype).item() != padding:
+        raise ModelError(
+            f"{what}: batches of {dtype} differ in their widths, and {padding}, which fills the difference, is not a "
+            "value of that type: convert them to a type that has it (`.int()`), give all batches one width, or set "
+            "eval_do_concat_batches=False"
+        )
     return torch.full((rows, *width), padding, dtype=dtype)
 
 
@@ -128,6 +136,7 @@ class BatchOrder:
         by the position of their first sample. Without positions: batches in turn, rank by rank. `blocks`: for each
         rank, the number of rows of each of its batches.
         """
+        # As many rows as samples in every batch: a row is then that of a sample.
         if self.ids is not None and blocks == self.counts:
             return self._rows_by_id(self.ids)
         return self._rows_by_batch(blocks)
@@ -257,6 +266,7 @@ class RowStore:
 
     def _take(self, leaf: int) -> list[Tensor]:
         """One leaf of every batch, of which only the list has references: `stream` releases them one by one."""
+        # So that each tensor is freed once it was sent, and not at the end.
         nothing = torch.empty(0)
         taken = []
         for leaves in self._blocks:

@@ -73,6 +73,7 @@ def _described(value: Any) -> Any:
         return {str(name): _described(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_described(each) for each in value]
+    # The text of an object may have its address, which differs in each process.
     return value if isinstance(value, str | int | float | None) else type(value).__qualname__
 
 
@@ -98,6 +99,7 @@ def write_prediction(key: str, family: str, predicted: int) -> None:
 def find_prediction(key: str) -> dict[str, Any] | None:
     """What was predicted; None if nothing was, or it cannot be read."""
     found = _read(_folder() / f"{key[:32]}.json")
+    # A file is named by a part of the key.
     return found if found is not None and found["key"] == key else None
 
 

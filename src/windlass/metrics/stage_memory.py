@@ -103,6 +103,7 @@ class StageMemory:
         if stage != self._stage:
             return {}
         peaks = self._peaks()
+        # Memory in cycles is not in use, and would be counted as what the stage keeps.
         gc.collect()
         self._stage, metrics = None, dict[str, float]()
         for kind, now in self._in_use().items():
@@ -132,7 +133,8 @@ class StageMemory:
     def _now_and_peak(self) -> tuple[int | None, int | None]:
         if self._device.type == "cpu":
             return resident_bytes(), process_peak_bytes()
-        return device_bytes(self._device), device_peak_bytes(self._device)
+        peak = device_peak_bytes(self._device)  # since an evaluation within the run, if there was one
+        return device_bytes(self._device), peak and max(peak, self._earlier_peaks.get("gpu", 0))
 
     def report(self, stage: str, prefix: str) -> dict[str, float]:
         """End a stage: its figures, and the peaks of `memory_metrics` under `prefix`."""

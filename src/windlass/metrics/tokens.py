@@ -59,6 +59,7 @@ class TargetCounter:
             return None
         names = ("shift_labels",) if "shift_labels" in batch else self.label_names
         present = [batch[name] for name in names if batch.get(name) is not None]
+        # Of several columns it is not known which of them the loss divides by.
         if len(present) != 1 or not isinstance(present[0], Tensor) or not present[0].ndim:
             return None
         kind = present[0].dtype

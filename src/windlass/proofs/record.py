@@ -101,6 +101,7 @@ def find_record(claim: Claim) -> dict[str, Any] | None:
         found = parse_json(read_text(record_path(claim)))
     except (OSError, ValueError):
         return None
+    # A file is named by a part of the key.
     is_record = isinstance(found, dict) and found.get("schema") == SCHEMA and found.get("key") == claim.key()
     return found if is_record else None
 

@@ -98,6 +98,7 @@ class AxisLayout:
         """
         if self.processes <= MOST_PROCESSES:
             return self
+        # Two ranks show all that an axis does: dividing, exchanging, and an order among them.
         return AxisLayout(tuple((axis, 2) for axis, _ in self.sizes))
 
     def parts(self) -> Iterator[AxisLayout]:
@@ -185,6 +186,7 @@ def shrink(config: Mapping[str, Any], names: Mapping[str, str], layout: AxisLayo
     _shrink_positions(found)
     found.values.update({name: token for name, token in _TOKENS.items() if name in found.values})
     for name, value in found.values.items():
+        # Ranks draw other numbers than one process, so that nothing could be compared.
         if ("drop" in name and isinstance(value, float)) or name == "router_jitter_noise":
             found.values[name] = 0.0
     return found.values

@@ -49,6 +49,7 @@ class OptunaSampler(Sampler):
         return self._study.ask()
 
     def tell(self, trial: Any, record: Record) -> None:
+        # A pruned trial has no values; its reports are known to the study.
         if record.state == "complete":
             self._study.tell(trial, record.values)
         else:

@@ -131,20 +131,30 @@ class ChosenTrial:
 class TrialWatch(TrainerCallback):
     """Reports the objective of each evaluation of a trial, and ends the trial if it is pruned.
 
+    Args:
+        report: takes metrics and their update on the main process; returns True if the trial should end.
+        agreed: does work on the main process, and returns its result on all. Collective.
+
     Attributes:
-        pruned: the update at which the trial was ended; None if it was not. On the main process.
+        pruned: the update at which the trial was ended; None if it was not.
     """
 
-    def __init__(self, trial: ChosenTrial, report: Callable[[dict[str, float], int], bool]) -> None:
+    def __init__(
+        self,
+        trial: ChosenTrial,
+        report: Callable[[dict[str, float], int], bool],
+        agreed: Callable[[Callable[[], Any]], Any],
+    ) -> None:
         self.pruned: int | None = None
-        self._trial, self._report = trial, report
+        self._trial, self._report, self._agreed = trial, report, agreed
         self._step, self._metrics = 0, dict[str, float]()
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         state.is_hyper_param_search = True
         state.trial_name, state.trial_params = self._trial.name, dict(self._trial.params)
         # A checkpoint of an update is written after its evaluation, which is not repeated, and before its report.
-        self._step, self._metrics = state.global_step, last_metrics(state.log_history, state.global_step)
+        step = self._step = state.global_step
+        self._metrics = self._agreed(lambda: last_metrics(state.log_history, step))
 
     def on_evaluate(
         self,
@@ -160,9 +170,10 @@ class TrialWatch(TrainerCallback):
         self._metrics |= metrics or {}
 
     def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
-        if self._metrics and state.is_world_process_zero:
+        if self._metrics:
             metrics, self._metrics = self._metrics, {}
-            if self._report(metrics, self._step):
+            # On all processes, of which one that went on alone would wait for the others.
+            if self._agreed(lambda: self._report(metrics, self._step)):
                 self.pruned = self._step
                 control.should_training_stop = True
 
@@ -212,11 +223,12 @@ class Search:
         if proposal["is_over"]:
             return True
         trial = ChosenTrial(number, proposal["name"], proposal["params"])
-        watch = TrialWatch(trial, self._report)
+        watch = TrialWatch(trial, self._report, self._agreed)
         metrics, reason = self._train(run_trial, trial, watch)
         if metrics is None and not reason:
             logger.warning("the search is interrupted in trial %d; start it again to continue", number)
             return False
+        # Only now, when all processes have left the trial: one that is killed before is continued.
         self._agreed(lambda: self._end(metrics, reason, watch.pruned))
         return True
 
@@ -319,6 +331,7 @@ class Search:
                 result = work()
             except Exception as error:
                 failure = error
+        # Sent also after an error, because the others wait for it.
         message = self._ranks.broadcast_object({"result": result, "error": failure and f"{failure}"})
         if failure is not None:
             raise failure

@@ -54,6 +54,7 @@ class Study:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         trials = [asdict(record) for record in self.trials]
         content = {"format": FORMAT, "backend": self.backend, "directions": self.directions, "trials": trials}
+        # Whole at any instant: a search that is killed while it writes continues from the file before.
         write_whole(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def best(self) -> list[Record]:
@@ -77,6 +78,7 @@ class Study:
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     def _read(self) -> list[Record]:
+        # A link would be replaced by a file at the first save, and what it leads to would stay as it was.
         if self.path.is_symlink() or not self.path.is_file():
             raise DataError(f"{self.path} is not a plain file")
         try:

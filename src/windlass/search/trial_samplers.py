@@ -66,6 +66,7 @@ class RandomSampler(Sampler):
 
     def ask(self, number: int, fixed: dict[str, Any] | None) -> Trial:
         def choose(name: str, distribution: Distribution) -> Any:
+            # By the name too: a space may suggest its values in another order, or some of them only.
             return distribution.sample(random.Random(f"{self._seed}, {number}, {name}"))
 
         return Trial(number, choose)

@@ -150,9 +150,9 @@ class ActivationOffload:
         # The device's memory of copies that are under way.
         self._leaving: deque[tuple[Tensor, DirectLane, Any]] = deque()
 
-    def __deepcopy__(self, memo: Any) -> ActivationOffload:
-        # A copy of a model has no part in this one's saved tensors.
-        return ActivationOffload(min_bytes=self._min_bytes)
+    def __reduce__(self) -> Any:
+        # A copy of a model, pickled or not, has no part in this one's saved tensors.
+        return ActivationOffload, (None, self._min_bytes)
 
     def saving(self) -> AbstractContextManager[Any]:
         """Context of a forward whose saved tensors are moved."""
@@ -172,6 +172,7 @@ class ActivationOffload:
         if isinstance(packed, Tensor):
             return packed
         block, layout = packed
+        # The backward needs memory: that of copies which are still under way is waited for.
         self._release(0)
         found: Tensor = layout.of(block.on_device())
         for number in range(block.number - 1, max(block.number - 1 - _AHEAD, -1), -1):

@@ -25,9 +25,11 @@ def average_gradients(
     Raises:
         ModelError: some ranks have a gradient of a parameter, and others do not.
     """
+    # Not a set, whose order may differ between ranks: their exchanges would not match.
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         members = [p for p in parameters if p.dtype == dtype]
         parts = [torch.zeros_like(local(p.detach())) if p.grad is None else local(p.grad) for p in members]
+        # Ranks say in the same exchange which gradients they have: a zero may be one.
         present = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=parts[0].device)
         flat = torch.cat([present, *(part.flatten() for part in parts)])
         total(flat)

@@ -78,6 +78,7 @@ def branched_row(groups: Groups) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+    # Only without another error, which this one would hide.
     if not row.is_read:
         raise ModelError(
             "the model did not request the mask of a row with shared prompts, so answers would see each other. Train "

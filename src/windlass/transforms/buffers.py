@@ -58,6 +58,7 @@ def broadcast(tensors: Iterable[Tensor], gang: Gang, source: int = 0) -> None:
     if gang.size == 1:
         return
     for tensor in tensors:
+        # NCCL cannot send what is in host memory, as offloaded parameters are.
         group = gang.host_group if tensor.is_cpu else gang.device_group
         broadcast_in([tensor], group, gang.members[source])
 
@@ -77,6 +78,7 @@ def broadcast_in(tensors: Iterable[Tensor], group: Any, source: int) -> None:
                 continue
             if tensor.layout != torch.strided:
                 continue
+            # An expanded tensor has one element in memory for many, which is written once.
             own = distinct(tensor.detach())
             bits = bits_of(own)  # a dtype that the backend cannot send is sent as bytes
             if bits.numel():

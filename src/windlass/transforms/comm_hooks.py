@@ -74,6 +74,7 @@ def _low_rank_state(plan: DistPlan) -> Any:
             fix = f"belong to power_sgd; comm_hook is {plan.comm_hook}"
             raise ConfigError(Problem("comm_state_option", options, fix))
         return None
+    # The first one is the process group.
     known = list(inspect.signature(PowerSGDState).parameters)[1:]
     if unknown := [name for name in options if name not in known]:
         fix = f"is not an option of PowerSGD: {', '.join(known)}"

@@ -103,6 +103,7 @@ class DividedForwards:
         self.division = None
         if any(_is_set(batch.get(name)) for name in _GENERATING):
             return None
+        # Positions say the same as the borders, which count tokens of whole rows.
         known = BORDERS if batch.get("position_ids") is not None else ()
         given = {name: value for name, value in batch.items() if value is not None and name not in known}
         _refuse_columns(given, len(args))
@@ -147,6 +148,7 @@ class DividedForwards:
 
     def _compare(self, ids: Tensor) -> None:
         """Check in the first forward of training, and of evaluation, that the ranks have the same batch."""
+        # Once for each: later batches come from the same loaders, and an exchange costs a wait for the device.
         if self._model.training in self._compared:
             return
         self._compared.add(self._model.training)

@@ -205,6 +205,7 @@ def replicate(module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> Replicated
     if plan.broadcast_buffers is not None:
         options["broadcast_buffers"] = plan.broadcast_buffers
     device = device_of(module)
+    # With a device named, DDP moves inputs there; on the host it refuses the option.
     if device.type not in ("cpu", "mps"):
         options["device_ids"] = [device]
     return _wrap(module, options, loss_ranks)

@@ -100,6 +100,7 @@ def divide(batch: Mapping[str, Any], context_ranks: Gang, padding: int = 0) -> d
         "divided": Division(ring, heads, zigzag, documents, real),
         "use_cache": False,
     }
+    # Shifted here: the target of the last token of a part is in the part of another rank.
     targets = batch.get("shift_labels")
     if targets is None and batch.get("labels") is not None:
         targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)

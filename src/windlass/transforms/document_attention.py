@@ -95,6 +95,7 @@ def refuse_leaks(model: nn.Module) -> None:
     fails on such a row.
     """
     device = next(model.parameters()).device
+    # Of different lengths, so that a border in the wrong place shows.
     lengths = [7, 6]
     first = short_row(model, sum(lengths), device)
     second = first.clone()
@@ -175,8 +176,10 @@ def document_mask(
     if row is not None:
         return row.mask(mask_function, device, own_pattern=bool(options.get("use_vmap")))
     plain = options.get("attention_mask") is None and not options.get("use_vmap") and q_length == kv_length
+    # A step of generation has one query, and no documents.
     if plain and q_length > 1:
         borders = document_borders(mask_function, batch_size, q_length, device)
+        # One document in each row is what other masks are for.
         if borders is not None and len(borders) > batch_size + 1:
             lengths = borders.diff().tolist()
             return DocumentMask(lengths, masks_of(mask_function, lengths, q_length, device), borders=borders)
@@ -232,6 +235,7 @@ def document_attention(
             "not support. Train the model without packing and padding_free."
         )
     lengths, borders = attention_mask.lengths, attention_mask.borders
+    # One kernel for all documents, which are launched one by one below.
     if borders is not None and attention_mask.is_causal and attend.is_plain and has_kernel(query, key, value):
         return varlen_attention(query, key, value, borders, max(lengths), scaling), None
     queries = _split(query, lengths)
@@ -337,6 +341,7 @@ class _Attend(NamedTuple):
         if causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
+            # Not minus infinity: a softmax of nothing else is not a number.
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         if self.sinks is not None:
             sinks = self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -344,6 +349,7 @@ class _Attend(NamedTuple):
         precise = torch.promote_types(scores.dtype, torch.float32)
         weights = torch.softmax(scores, dim=-1, dtype=precise).to(query.dtype)
         weights = nn.functional.dropout(weights, self.dropout)
+        # The share of the sink belongs to no value.
         return weights[..., : value.shape[2]] @ value
 
 

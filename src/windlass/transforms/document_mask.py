@@ -55,6 +55,7 @@ def document_borders(function: Callable[..., Any], rows: int, length: int, devic
         torch.arange(length - 1, device=device)[None],
         torch.arange(1, length, device=device)[None],
     )
+    # Neighbours show the borders; all pairs of tokens would be the mask of the row, which is to be avoided.
     if seen(function, row, head, earlier, later, (rows, length - 1)).any():
         return None
     joined = seen(function, row, head, later, earlier, (rows, length - 1))

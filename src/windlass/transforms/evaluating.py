@@ -13,6 +13,7 @@ from torch import Tensor, nn
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """No dropout and no gradients; every module's mode is restored."""
+    # Of each module: a script may keep parts of a model in evaluation mode, as frozen norms.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -43,4 +44,5 @@ def rounding(model: nn.Module, results: Iterable[Tensor], unit_dtype: torch.dtyp
     dtypes = {tensor.dtype for tensor in (*results, next(model.parameters()))}
     if unit_dtype is not None:
         dtypes.add(unit_dtype)
+    # Sums in another order differ by some roundings in each layer; a method that is wrong differs by far more.
     return 64 * max(torch.finfo(dtype).eps for dtype in dtypes)

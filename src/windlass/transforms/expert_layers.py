@@ -8,7 +8,6 @@ chosen experts, as many to each as there are, and computes what it received with
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from windlass.dist.sharded import Absent, present
 from windlass.transforms.expert_parts import computing_with
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank
+from windlass.transforms.mixing import mix
 from windlass.transforms.tensor_split import mine
 
 
@@ -41,9 +41,11 @@ class DividedExperts(nn.Module):
         # Every rank must take part in the backward of all exchanges, even one that received no token.
         trained = hidden_states.requires_grad or any(part.requires_grad for part in parts)
         anchor = torch.zeros((), requires_grad=trained and torch.is_grad_enabled())
+        # A token is sent once for each of its experts.
         sent = hidden_states.reshape(-1, width)[routes.order // count]
         made = received = routes.exchange(sent, anchor, back=False)
         anchor, *own = _Parts.apply(self.loss_ranks, anchor, *map(mine, parts))  # type: ignore[no-untyped-call]
+        # Not all forwards of experts can compute no tokens.
         if len(received):
             with computing_with(self, dict(zip(self.expert_names, own, strict=True)), received.dtype):
                 made = super().forward(received, routes.experts[:, None], received.new_ones(len(received), 1))
@@ -52,11 +54,6 @@ class DividedExperts(nn.Module):
         returned = routes.exchange(made, anchor, back=True)[routes.order.argsort()]
         weighted = returned.view(-1, count, width) * weights.reshape(-1, count, 1)
         return weighted.sum(1).to(hidden_states.dtype).view_as(hidden_states)
-
-
-@cache
-def _divided(kind: Any) -> Any:
-    return type(f"Divided{kind.__name__}", (DividedExperts, kind), {"__module__": kind.__module__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +81,7 @@ class Routes:
         sent, received = torch.stack([counts, arriving]).view(2, ranks, experts).sum(-1).tolist()
         own = torch.arange(experts, device=flat.device).repeat(ranks)
         return cls(
+            # Stable, so that the sums over the tokens of an expert have one order.
             flat.argsort(stable=True),
             sent,
             received,
@@ -183,7 +181,7 @@ def divide_experts(module: nn.Module, first: FirstRank, loss_ranks: Gang, device
             first.place([layer.get_parameter(name)])
             layer.register_parameter(name, part_along(layer.get_parameter(name), mesh, 0, "tensor", "expert"))
         kind: Any = type(layer)
-        layer.__class__ = _divided(kind)
+        mix(DividedExperts, layer)
         assert isinstance(layer, DividedExperts)
         layer.undivided = kind
         layer.expert_group, layer.loss_ranks, layer.expert_names = ranks.device_group, loss_ranks, names

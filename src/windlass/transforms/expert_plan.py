@@ -75,6 +75,7 @@ def _plan_of(part: nn.Module) -> Mapping[str, str]:
 
 
 def _style(owner: nn.Module, path: str) -> str | None:
+    # An asterisk is one part of a path, so that a pattern of a layer does not name what is in it.
     for pattern, style in _plan_of(owner).items():
         if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), path):
             return style

@@ -41,6 +41,7 @@ def share_scales(weight: Tensor, loss_ranks: Gang) -> list[Tensor]:
     state: Any = getattr(weight, "quant_state", None)
     if state is None:
         return []
+    # Ranks that have read no weights have a state without tensors. What is sent is JSON.
     described = loss_ranks.broadcast_object(_described(state) if loss_ranks.rank == 0 else None)
     if _described(state) != described:
         _remake(state, described)

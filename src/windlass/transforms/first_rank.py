@@ -167,5 +167,6 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
         parameter = empty.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
     else:
         parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    # What libraries note at a parameter, such as the scales of one of few bits.
     parameter.__dict__.update(tensor.__dict__)
     return parameter

@@ -155,6 +155,7 @@ class FullyShardedModel(HeldInParts):
 
     def _abandon(self) -> None:
         """Reset after an interrupted forward or backward, whose partial sums would corrupt the next one."""
+        # FSDP2 has nothing to reset before its first forward.
         if not self._forwards:
             return
         reset(self._units)
@@ -258,11 +259,11 @@ class FullyShardedModel(HeldInParts):
         Forwards inside do not communicate, so ranks may make different numbers of them, unless parameters are resharded
         to a smaller group of ranks (a whole number for `reshard`).
         """
-        for unit in self._units:
-            unit.unshard()
         self._free_after_forward(False)
         self._module._is_gathered = True  # type: ignore[assignment]
         try:
+            for unit in self._units:  # the memory for the next one may not be there
+                unit.unshard()
             with undivided(self._module):
                 yield
         finally:

@@ -25,6 +25,7 @@ class HeldInParts(Strategy):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: squares are divided by the number of ranks with a copy."""
+        # float64 holds the square of any norm that float32 holds.
         square = torch.zeros((), dtype=torch.float64, device=device_of(self._module))
         for gradient, part in zip(gradients, locals_of(gradients), strict=True):
             square += squared_norm(part).double() / copies_among(gradient, self._stage_ranks.size)

@@ -62,6 +62,7 @@ class ImaginedReplicas(Strategy):
         if not self._reducing:
             return
         number, view = self._views[parameter]  # type: ignore[index]
+        # As DDP does with `gradient_as_bucket_view`: a gradient has no memory beside the bucket.
         parameter.grad = view
         self._missing[number] -= 1
         if not self._missing[number]:

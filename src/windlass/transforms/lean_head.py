@@ -247,6 +247,7 @@ class LeanHead:
         # Not in half precision, in which a factor cannot be read from a product.
         precise = torch.promote_types(head.weight.dtype, torch.float32)
         known = torch.linspace(-100.0, 100.0, head.out_features, device=head.weight.device, dtype=precise)
+        # The first shows the factor, and the second, which is above any of them, the cap.
         known[:2] = torch.tensor([1.0, 1e6])
 
         def logits(hidden: Tensor) -> Tensor:
@@ -266,6 +267,7 @@ class LeanHead:
         if abs(became[1].item()) < 0.5 * abs(scale * known[1].item()):
             softcap = became[1].item()
             scale = softcap * math.atanh(min(became[0].item() / softcap, 1 - 1e-9))
+            # Read from the slope of a rounded tanh, a factor of 1 is not exactly that.
             scale = 1.0 if abs(scale - 1.0) < 1e-2 else scale
         expected = known * scale if softcap is None else softcap * torch.tanh(known * scale / softcap)
         precision = 1e-5 if _is_precise(head) else 1e-2

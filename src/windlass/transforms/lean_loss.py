@@ -77,7 +77,7 @@ def lean_causal_lm_loss(
     core = core_of(model)
     found = _without_logits(model, core, lambda head: head.loss(model, inputs, options))
     staged = staged_of(core)
-    if found is None and staged is not None and not staged.in_step and _alters_targets(options):
+    if found is None and (staged is None or not staged.in_step) and _alters_targets(options):
         found = _of_logits(model, core, inputs, options)
     if found is None:
         return _own_loss(model, core, inputs, num_items_in_batch, options, router_aux_loss_coef)
@@ -124,19 +124,11 @@ def lean_log_probabilities(
     found = _without_logits(model, core, lambda head: head.log_probabilities(model, inputs))
     if found is not None:
         return found
-    logits, targets, auxiliary = _whole_logits(model, core, inputs)
-    return log_probabilities_of(logits, targets), auxiliary
-
-
-def _whole_logits(
-    model: nn.Module, core: nn.Module, inputs: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The logits of a forward, the target of each position, and the auxiliary loss."""
     outputs = model(**unlabelled(core, inputs), **without_cache(core))
     targets = inputs["shift_labels"] if "shift_labels" in inputs else shifted(inputs["labels"])
     # A wrapper may have put positions of its own in front.
     logits = output_of(outputs, "logits")[..., -targets.shape[-1] :, :]
-    return logits, targets, output_of(outputs, "aux_loss")
+    return log_probabilities_of(logits, targets), output_of(outputs, "aux_loss")
 
 
 def _check_labels(inputs: Mapping[str, Any]) -> None:
@@ -207,24 +199,37 @@ def _within_engine(model: nn.Module) -> nn.Module:
 
 
 def _alters_targets(options: LossOptions) -> bool:
-    """Return True if these set what the model's own loss does not have, and that alone."""
+    """Return True if these set what the model's own loss does not have and its logits give, and that alone."""
     others = replace(options, label_smoothing=0.0, dynamic=False)
     return others == PLAIN != options
 
 
-@torch.no_grad()
 def _of_logits(
     model: nn.Module, core: nn.Module, inputs: Mapping[str, Any], options: LossOptions
 ) -> LossSums:
-    """The sums of an evaluation in stages, whose forward returns whole logits on every rank."""
-    logits, targets, auxiliary = _whole_logits(model, core, inputs)
+    """The sums from whole logits, of a causal model: the head is not a plain linear layer, or the forward is one of all
+    stages, which returns whole logits on every rank.
+    """
+    outputs = model(**unlabelled(core, inputs), **without_cache(core))
+    logits, targets = _with_targets(output_of(outputs, "logits"), inputs)
     logs = logits.log_softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     real = targets != IGNORED
     chosen = logs.gather(-1, torch.where(real, targets, 0)[..., None])[..., 0]
-    own = chosen * chosen.exp() if options.dynamic else chosen
+    own = chosen * chosen.detach().exp() if options.dynamic else chosen
     losses = (options.label_smoothing - 1.0) * own - options.label_smoothing * logs.mean(-1)
-    entropy, correct, count = _figures(logits, targets)
-    return LossSums(torch.where(real, losses, 0).sum(), entropy, correct, count, auxiliary)
+    sums = torch.where(real, losses, 0).sum()
+    return LossSums(sums, *_figures(logits.detach(), targets), output_of(outputs, "aux_loss"))
+
+
+def _with_targets(logits: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The logits that predict a label of a causal model, and the labels. A wrapper may have put learnt positions in
+    front; the last of them predicts the first label.
+    """
+    if "shift_labels" in inputs:
+        return logits, inputs["shift_labels"]
+    labels: Tensor = inputs["labels"]
+    predicted = labels if logits.shape[-2] > labels.shape[-1] else labels[..., 1:]
+    return logits[..., -predicted.shape[-1] - 1 : -1, :], predicted
 
 
 def _own_loss(
@@ -245,19 +250,14 @@ def _own_loss(
     passed = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
     outputs = model(**inputs, **without_cache(core), **(passed if _takes_count(core) else {}))
     loss: Tensor = output_of(outputs, "loss")
-    shifts = "shift_labels" not in inputs
-    labels = inputs["labels"][..., 1:] if shifts else inputs["shift_labels"]
-    inputs_length = labels.shape[-1] + shifts
     with torch.no_grad():
-        # A wrapper may have put positions of its own in front (prompt tuning).
-        logits = output_of(outputs, "logits").detach()[..., -inputs_length:, :]
-        entropy, correct, count = _figures(logits[..., :-1, :] if shifts else logits, labels)
+        entropy, correct, count = _figures(*_with_targets(output_of(outputs, "logits").detach(), inputs))
         divided = passed.get("num_items_in_batch", count) if _takes_count(core) else count
-        figures = LossFigures(
-            loss.detach() * divided, count, entropy, correct, output_of(outputs, "aux_loss")
-        )
+        # A mean over no targets is not a number in most models, and their sum is 0.
+        total = torch.where(count == 0, 0, loss.detach() * divided)
+        figures = LossFigures(total, count, entropy, correct, output_of(outputs, "aux_loss"))
     if num_items_in_batch is not None and not _takes_count(core):
-        loss = loss * (count / num_items_in_batch)
+        loss = torch.where(count == 0, 0, loss * (count / num_items_in_batch))
     return loss, figures
 
 

@@ -211,6 +211,7 @@ class ChunkLogits:
             self._buffers = tuple(hidden.new_empty(shape, dtype=self.precise) for _ in range(2))  # type: ignore[assignment]
             assert self._buffers is not None
         logits, memory = (buffer[: len(hidden)] for buffer in self._buffers)
+        # In place where the product has the precision of the buffer; a product of halves is made in halves.
         if hidden.dtype == self.precise:
             torch.mm(hidden, self._weight.T, out=logits)
             if self._bias is not None:

@@ -119,6 +119,7 @@ class _Chosen(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
         hidden, weight, bias, targets, log_totals = ctx.saved_tensors
+        # Cast again and not saved: the copies in half precision would live until the backward.
         states, matrix, offsets = _as_type(ctx.dtype, hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
             logits_of = ChunkLogits(matrix, offsets, ctx.options, ctx.split)

@@ -102,6 +102,7 @@ class ModelLimits:
             f"positions (max_position_embeddings): set max_length={positions}, or take a model that was made for "
             "longer rows"
         )
+        # A table has no row for a later position, and the forward fails; computed positions go on, only untrained.
         if self.positions_learned:
             raise ConfigError(Problem("max_length", max_length, fix))
         logger.warning("max_length=%s: %s", max_length, fix)

@@ -81,6 +81,7 @@ class _Noise:
             return output
         lengths = sequence_lengths(output, self._mask, self._positions)
         scale = self._alpha / (lengths * output.shape[-1]).sqrt()
+        # Drawn in float32, so that a model has the same noise in any precision.
         noise = torch.empty_like(output, dtype=torch.float32).uniform_(-1, 1) * scale.unsqueeze(-1)
         return output + noise.to(output.dtype)
 

@@ -77,6 +77,7 @@ class DebugUnderflowOverflow:
                 if kind != "input" and not math.isfinite(high) and not wrong:
                     wrong = f"{what} of {name} ({type(module).__name__}) is not finite"
         self.frames.append("\n".join(lines))
+        # A traced batch is to be seen to its end, so that nothing stops it.
         traced = self.batch_number in self.trace_batch_nums
         if traced:
             say(self.frames.pop())

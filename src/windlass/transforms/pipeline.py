@@ -106,6 +106,7 @@ class Pipeline(Strategy):
         cut, whole = balance.cut(lambda: find_cut(module, len(placement), plan.split_points, example))
         for name in cut.last:
             module.get_submodule(name).ends_stage = True  # type: ignore[assignment]
+        # While the model is whole: its own loss is compared with the one made without logits.
         lean_head = lean_head_of_whole(module)
         self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device, balance)
         staged.lean_head = lean_head
@@ -156,18 +157,23 @@ class Pipeline(Strategy):
         self, sent: Mapping[nn.Parameter, int], received: Mapping[nn.Parameter, int], add: bool
     ) -> None:
         link = self.staged.link
+        operations, rooms = [], dict[nn.Parameter, Tensor]()
         for parameter, to in sent.items():
             if parameter.requires_grad:
                 gradient = parameter.grad
                 part = torch.zeros_like(local(parameter.detach())) if gradient is None else local(gradient)
-                link.run(link.sending(part.to(self._device).contiguous(), to))
+                operations.append(link.sending(part.to(self._device).contiguous(), to))
         for parameter, source in received.items():
             if parameter.requires_grad:
-                like, own = local(parameter.detach()), parameter.grad
-                room = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-                link.run(link.receiving(room, source))
-                found = room.to(like.device)
-                parameter.grad = from_part(found if own is None or not add else local(own) + found, parameter)
+                like = local(parameter.detach())
+                rooms[parameter] = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+                operations.append(link.receiving(rooms[parameter], source))
+        # All at once: of stages that are on two ranks in turn each rank may have a copy of the other's, and both would
+        # wait in a send for the other to receive.
+        link.run(*operations)
+        for parameter, room in rooms.items():
+            own, found = parameter.grad, room.to(local(parameter.detach()).device)
+            parameter.grad = from_part(found if own is None or not add else local(own) + found, parameter)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Each parameter counts once, also a tied one."""

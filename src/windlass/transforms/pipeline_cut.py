@@ -224,6 +224,7 @@ def _cut_of(calls: list[_Call], points: Sequence[str], units: Mapping[str, nn.Mo
     stages: list[list[str]] = [[] for _ in range(len(points) + 1)]
     for number, name in enumerate(names):
         stages[sum(place <= number for place in places)].append(name)
+    # Units that the forward does not call have weights that are saved, so that some stage must have them.
     stages[0] += [name for name in units if name not in names]
     outputs = {call.name: found for call in calls if (found := _output_of(call, traced)) is not None}
     return Cut(stages, last, outputs)

@@ -97,6 +97,7 @@ class PipelineStage:
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Tensor:
         """Run the stage on a micro-batch."""
+        # A leaf of the graph, whose gradient goes to the stage before.
         received = None if self.is_first else self._received.pop(fwd_chunk_id).requires_grad_()
         output = self._staged.run(self.stage_index, fwd_chunk_id, received, lambda: self.body(fwd_chunk_id))
         self._forwarded[fwd_chunk_id] = output, received
@@ -146,6 +147,7 @@ class PipelineStage:
             _, groups = stage_backward_input([output], given, [received], iter(own))
             self._weight_work[bwd_chunk_id] = lambda: stage_backward_weight(iter(own), groups)
         if received is not None:
+            # The stage before waits for a gradient, even if nothing here depends on what it sent.
             found = received.grad
             self._input_gradients[bwd_chunk_id] = torch.zeros_like(received) if found is None else found
 

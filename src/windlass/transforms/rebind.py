@@ -79,6 +79,7 @@ def _carried(state: Any, old: Tensor, new: Tensor) -> Any:
     """The state of `old` for `new`."""
 
     def moved(value: Tensor) -> Tensor:
+        # A scalar, such as a number of steps, belongs to no element.
         fits = is_sharded(new) and not is_sharded(value) and value.shape == old.shape and value.dim() > 0
         return shard_like(value, new) if fits else value
 

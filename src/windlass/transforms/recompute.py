@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.blocks import repeated_blocks
+from windlass.transforms.mixing import mix
 from windlass.transforms.strategy import device_of
 from windlass.transforms.tiles import tile_layers
 
@@ -62,6 +63,7 @@ def apply_recompute(
     offload = chosen.pop("offload", False)
     if not isinstance(offload, bool):
         raise ConfigError(Problem(f"{_FIELD}.offload", offload, "must be True or False"))
+    # Before blocks are wrapped: the block is then recomputed as a whole, tile by tile within it.
     tiles = chosen.pop("tiles", None)
     if tiles is not None:
         tile_layers(model, tiles)
@@ -185,8 +187,8 @@ def _wrap_blocks(
     if offload:
         repeat = functools.partial(_offloaded, ActivationOffload(), repeat)
     for block in blocks[::every]:
-        if not hasattr(block, "_recompute"):  # a second `train()` has a prepared model
-            block.__class__ = _recomputed_class(type(block))  # type: ignore[arg-type]
+        if not isinstance(block, _Recomputed):  # a second `train()` has a prepared model
+            mix(_Recomputed, block)
         block._recompute = repeat
 
 
@@ -200,20 +202,12 @@ def _check_plain_options(chosen: Mapping[str, Any]) -> None:
     refuse(problems)
 
 
-@functools.cache
-def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` whose forward is recomputed in training.
+class _Recomputed(nn.Module):
+    """A block whose forward is recomputed in training, mixed into its class."""
 
-    The class is replaced instead of the instance's `forward`, because a bound method would refer to the original block
-    after `copy.deepcopy`.
-    """
+    _recompute: Callable[..., Any]
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
-            return cls.forward(self, *args, **kwargs)
-        run = functools.partial(cls.forward, self, **kwargs)
-        return self._recompute(run, *args)
-
-    return type(
-        cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    )
+            return super().forward(*args, **kwargs)
+        return self._recompute(functools.partial(super().forward, **kwargs), *args)

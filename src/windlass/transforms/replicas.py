@@ -85,6 +85,7 @@ class Replicas(Strategy):
     def left_over(self) -> Iterable[nn.Parameter]:
         if self._recorded is not None:
             return
+        # Reduced all the same, because other ranks wait in these exchanges; the error follows them.
         missing = [p for p in self._order if id(p) not in self._ready]
         while self._next < len(self._order):
             parameter = self._order[self._next]
@@ -114,6 +115,7 @@ class Replicas(Strategy):
         before.restore()
         found, self._recorded = self._recorded, None
         by_name = {self._names[id(p)]: p for p in self._order}
+        # Ranks may reach parameters in different orders, and exchanges must match: all take that of rank 0.
         everywhere: list[list[str]] = self._loss_ranks.gather_objects([self._names[id(p)] for p in found])
         missing = [name for name in by_name if any(name not in names for names in everywhere)]
         if missing:

@@ -223,6 +223,7 @@ class _Hop:
         following, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
         self._sent = [tensor.contiguous() for tensor in tensors]
         self._received = [torch.empty_like(tensor) for tensor in self._sent]
+        # In one batch: in turn, each rank would wait in its send for the next one, which waits in its own.
         self._works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, following, group) for tensor in self._sent]
             + [dist.P2POp(dist.irecv, tensor, before, group) for tensor in self._received]

@@ -74,6 +74,7 @@ class SplitLoss:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._made = 0
+        # Without labels the logits are read, as in generation, and are needed whole.
         self._head.in_parts = self._used and kwargs.get("labels") is not None
         if self._head.in_parts:
             self._model.loss_function = self._loss
@@ -98,6 +99,7 @@ class SplitLoss:
             assert labels is not None
             targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = targets.reshape(-1).to(logits.device)
+        # As transformers does, whatever the model computes in.
         losses = split_cross_entropy(logits.float().flatten(0, -2), targets, split, ignore_index)
         return losses.sum() / (
             (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch

@@ -175,6 +175,7 @@ def _joined(tensor: Tensor, sums: Tensor) -> Tensor:
     rows, _, width = tensor.shape
     flat = sums.detach().to(tensor.device).contiguous().view(-1).view(tensor.dtype)
     room = tensor.new_zeros(-(-len(flat) // (rows * width)) * rows * width)
+    # As further tokens: all that one stage sends is one tensor, whose header says its size.
     room[: len(flat)] = flat
     return torch.cat([tensor.detach(), room.view(rows, -1, width)], 1)
 

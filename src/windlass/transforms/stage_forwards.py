@@ -40,17 +40,15 @@ class StageForwards:
         on all ranks.
         """
         results: list[Any] = []
+        described: list[Any] = []  # of the results, on the rank of the last stage
         error: Exception | None = None
         for call in calls:
             result: Any = None
             for stage in self._local:
-                result, error = self._stage(stage, call, error)
+                result, error = self._stage(stage, call, error, described)
             results.append(result)
         self._link.settle()
         ranks, last = self._link.ranks, self._placement[-1]
-        described = None
-        if ranks.rank == last and error is None and not any(result is None for result in results):
-            described = [_described(result) for result in results]
         found = ranks.gather_objects(
             [None if error is None else [type(error).__name__, str(error)], described]
         )
@@ -61,11 +59,15 @@ class StageForwards:
                 raise _BUILT_IN.get(failed[0], ModelError)(failed[1])
         return [self._shared(*pair) for pair in zip(results, found[last][1], strict=True)]
 
-    def _stage(self, stage: int, call: Call, error: Exception | None) -> tuple[Any, Exception | None]:
+    def _stage(
+        self, stage: int, call: Call, error: Exception | None, described: list[Any]
+    ) -> tuple[Any, Exception | None]:
         received, result = self._received(stage), None
         if error is None and (stage == 0 or received is not None):
             try:
                 result = self._compute(stage, received, call)
+                if stage == len(self._placement) - 1:
+                    described.append(_described(result))
             except Exception as raised:
                 error = raised
         self._pass_on(stage, result)
@@ -85,6 +87,7 @@ class StageForwards:
         if stage == len(self._placement) - 1:
             return
         if stage + 1 in self._local:
+            # None, too: by it the next stage learns that this one failed.
             self._handed = tensor
             return
         to = self._placement[stage + 1]
@@ -117,7 +120,12 @@ def output_tensors(result: Any) -> dict[Any, Tensor]:
 
 
 def _described(result: Any) -> list[Any]:
-    """The kind of an output, and name, dtype and shape of its tensors."""
+    """The kind of an output, and name, dtype and shape of its tensors. Raises ModelError for one of another kind."""
+    if not isinstance(result, Tensor | Mapping | tuple | list):
+        raise ModelError(
+            f"the forward of the model returns a {type(result).__name__}, of which the ranks of a pipeline cannot send "
+            "each other the tensors: return a tensor, or a mapping or tuple of tensors, or set pp_size=1"
+        )
     kind = "tensor" if isinstance(result, Tensor) else "mapping" if isinstance(result, Mapping) else "tuple"
     described = [
         [key, str(value.dtype)[6:], list(value.shape)] for key, value in output_tensors(result).items()

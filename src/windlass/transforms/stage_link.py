@@ -41,6 +41,7 @@ class StageLink:
     def announce(self, tensor: Tensor | None, to: int) -> None:
         """Send the header of a tensor that follows; None: this stage failed, and nothing follows."""
         numbers = [_FAILED] if tensor is None else self._described(tensor)
+        # Of one length, because a rank that waits for it knows nothing yet.
         header = torch.tensor([*numbers, *[0] * (_HEADER - len(numbers))])
         work = dist.isend(header, self.ranks.members[to], self.ranks.host_group, _TAG)
         self._under_way.append((work, header))
@@ -68,9 +69,9 @@ class StageLink:
         """The operation that receives a tensor into memory."""
         return dist.P2POp(dist.irecv, tensor, self.ranks.members[source], self.ranks.device_group)
 
-    def run(self, operation: dist.P2POp) -> None:
-        """Start an operation, and wait for it."""
-        for work in dist.batch_isend_irecv([operation]):
+    def run(self, *operations: dist.P2POp) -> None:
+        """Start operations together, and wait for them."""
+        for work in dist.batch_isend_irecv(list(operations)) if operations else ():
             work.wait()
 
     def start(self, operation: dist.P2POp) -> None:

@@ -35,6 +35,7 @@ class _StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # The model around it may read what a layer says of itself, such as `layer.attention_type`.
             return getattr(self.__dict__["unit"], name)
 
 
@@ -127,6 +128,7 @@ class StageView:
             self._first.received = None
 
     def _exchange(self) -> None:
+        # Modules are replaced, and not hooked: the hooks of a unit that another stage computes must not run here.
         for place, (parent, name, other) in enumerate(self._swaps):
             self._swaps[place] = (parent, name, parent.get_submodule(name))
             parent.register_module(name, other)

@@ -143,6 +143,7 @@ class StagedModel(ElsewhereState):
         """Replace the parameters of other ranks, and move the rest to the device."""
         users: dict[nn.Parameter, set[int]] = {}
         modules, number = dict(self.module.named_modules()), cut.stage_of()
+        # A tied parameter has users in several stages.
         for name, stage in number.items():
             for parameter in modules[name].parameters():
                 users.setdefault(parameter, set()).add(stage)
@@ -193,6 +194,7 @@ class StagedModel(ElsewhereState):
     def spread(self, spread: Callable[[], _T]) -> _T:
         """What `spread` returns, which may replace the parameters of this rank by its parts of them. Collective."""
         result = spread()
+        # Sharding replaces parameters; all that is kept here by parameter follows.
         now = {parameter: self._now(parameter) for parameter in self._places}
         self.copies = {now[p]: rank for p, rank in self.copies.items()}
         self.lent = {now[p]: rank for p, rank in self.lent.items()}
@@ -240,6 +242,7 @@ class StagedModel(ElsewhereState):
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Context in which every rank has all parameters, and computes forwards by itself. Collective."""
+        # All are gathered before the first is replaced: a collective that fails leaves the model as it was.
         values = {p: value for p, value in self.whole_parameters() if isinstance(p, Absent)}
         taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in self.module.modules():
@@ -315,6 +318,7 @@ class StagedModel(ElsewhereState):
             try:
                 return self._forward(*call[0], **call[1])
             except StageEnd as end:
+                # The end of a stage has no cause to show: it is not an error.
                 raise StageEnd(balance.end(at_end(end.tensor), call)) from None
 
     # --- a forward of all stages ------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def spread(
             divided = DividedForwards(module, context_ranks, strategy.unit_dtype)
             strategy.at_release.append(divided.release)
     except BaseException:
+        # What is attached to the module by then would stay on it, and be in the way of its next run.
         strategy.release()
         raise
     return strategy
@@ -54,6 +55,7 @@ def _spread(
     module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device, in_backward: bool
 ) -> Strategy:
     if device.type == "xla":
+        # One process has all devices there, and the compiler divides the work among them.
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)

@@ -7,7 +7,6 @@ what each of them has once more, a token travels there from the one rank of the 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from windlass.dist.device_mesh import part_along
 from windlass.dist.gang import Gang
 from windlass.transforms.expert_layers import DividedExperts
 from windlass.transforms.expert_parts import computing_with
+from windlass.transforms.mixing import mix
 from windlass.transforms.tensor_split import TensorSplit, copied, mine, summed
 
 
@@ -63,23 +63,18 @@ class SomeExperts(nn.Module):
         return made
 
 
-@cache
-def _of_some(kind: Any) -> Any:
-    return type(kind.__name__, (SomeExperts, kind), {"__module__": kind.__module__})
-
-
 def divide_experts(layer: Any, mesh: DeviceMesh, tensor_ranks: Gang) -> None:
     """Replace the experts of a layer by those of this rank, unless that was done for further ranks that divide them.
 
     Args:
         mesh: along its axis "tensor" ranks have different parts, along others the same.
     """
-    kind: Any = type(layer)
     if not isinstance(layer, DividedExperts):
         for name, parameter in list(layer.named_parameters(recurse=False)):
             layer.register_parameter(name, part_along(parameter, mesh, 0, "tensor"))
-        layer.undivided = kind
+        layer.undivided = type(layer)
     layer.split = TensorSplit(
         layer.num_experts, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group
     )
-    layer.imagined, layer.__class__ = not tensor_ranks.exists, _of_some(kind)
+    layer.imagined = not tensor_ranks.exists
+    mix(SomeExperts, layer)

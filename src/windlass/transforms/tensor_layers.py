@@ -85,6 +85,7 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
             siblings.setdefault(path.removesuffix(ADAPTED).rpartition(".")[0], []).append(layer)
         found.split, found.undivided, found.__class__ = split, kind, _kind_of(kind, style)
         found.transposed = transposed
+    # Layers of one module get the same input, as queries, keys and values do.
     for group in siblings.values():
         shared = Once(len(group))
         for layer in group:
@@ -257,19 +258,19 @@ def undivided(module: nn.Module) -> Iterator[None]:
     gathered: dict[int, nn.Parameter] = {}
     divided: list[Any] = [layer for layer in module.modules() if "undivided" in vars(layer)]
     positions = {parts for layer in module.modules() if (parts := vars(layer).get("sequence_parts"))}
-    for layer in divided:
-        parts = dict(layer._parameters)
-        kept.append((layer, type(layer), parts))
-        for name, part in parts.items():
-            if not is_sharded(part):
-                continue
-            if id(part) not in gathered:
-                gathered[id(part)] = nn.Parameter(whole(part), requires_grad=False)
-            layer._parameters[name] = gathered[id(part)]
-        layer.__class__ = layer.undivided
-    for parts in positions:
-        parts.off = True
     try:
+        for layer in divided:
+            parts = dict(layer._parameters)
+            kept.append((layer, type(layer), parts))
+            for name, part in parts.items():
+                if not is_sharded(part):
+                    continue
+                if id(part) not in gathered:  # the memory for it may not be there
+                    gathered[id(part)] = nn.Parameter(whole(part), requires_grad=False)
+                layer._parameters[name] = gathered[id(part)]
+            layer.__class__ = layer.undivided
+        for parts in positions:
+            parts.off = True
         yield
     finally:
         for parts in positions:

@@ -71,6 +71,7 @@ class TensorDivision:
         own = {
             path: (layer, style)
             for path, (layer, style) in self.chosen.items()
+            # Units lie within each other, so that the layers of an inner one are divided by now.
             if id(layer) in parts
             and not hasattr(layer, "tensor_style")
             and not any(isinstance(p, Absent) for p in layer.parameters())
@@ -126,6 +127,7 @@ class TensorParallel(HeldInParts):
         if loss_ranks.mesh.expert > 1 and not layers_of(module):
             divide_experts(module, FirstRank(module, device, self._stage_ranks), loss_ranks, device)
         whole = (p.detach() for p in present(module.parameters()) if not is_sharded(p))
+        # Before layers are divided: the parts of a gang must be of one weight.
         broadcast((*whole, *module.buffers()), self._stage_ranks)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
         super().__init__(module, self._stage_ranks)

@@ -49,6 +49,7 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     if not isinstance(plan, Mapping) or not plan:
         fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
         raise ConfigError(Problem("model", name, fix))
+    # A style that is not known must not be left whole: others may depend on it, such as a row-wise layer on its parts.
     unknown = sorted({style for style in plan.values() if style not in (*STYLES, *_WHOLE, *_OF_EXPERTS)})
     if unknown:
         fix = (
@@ -72,11 +73,13 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
         style = style_of(path)
         if style is None or style in _WHOLE:
             continue
+        # Whole on every rank it costs memory, and is as right.
         if style in VOCABULARY and not _is_divisible(layer, ranks):
             continue
         for name_of_part, part in _with_adapters(path, layer, style):
             _check_layer(name_of_part, part, style, ranks)
             found[name_of_part] = part, style
+    # After all: whether a tie can stay depends on the other layers that have the weight.
     _drop_tied(module, found)
     if not any(style not in (SUMMED, HEADS) for _, style in found.values()):
         raise ConfigError(Problem("model", name, "none of its layers has a name of its plan; set tp_size=1"))

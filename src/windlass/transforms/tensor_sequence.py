@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from windlass.core.tensors import makes_fakes
 from windlass.core.trees import tensors_in
 from windlass.dist.gang import Gang
 from windlass.transforms.evaluating import evaluating, rounding, short_row
+from windlass.transforms.mixing import mix
 from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED, without_adapters
 from windlass.transforms.tensor_split import Joined, TensorSplit, part_of, scaled, whole_of
 
@@ -48,6 +48,7 @@ class SequenceParts:
 
     def begin(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a forward of a stack. One that returns hidden states computes all positions."""
+        # An error may have ended the last forward between two blocks.
         self.entered = self.now = None
         config = getattr(stack, "config", None)
         asked = kwargs.get("output_hidden_states")
@@ -113,7 +114,9 @@ class SequenceParts:
         Raises:
             ConfigError: on all ranks: the results differ.
         """
+        # A length that the ranks do not divide, so that the last part has padding.
         ids = short_row(model, 2 * self._ranks.size + 1, self._device)
+        # An error of the model is compared with the other ranks like a result: raised here alone, they would wait.
         made: list[Tensor] = []
         wrong = ""
         with evaluating(model):
@@ -205,6 +208,7 @@ class ShareOfGradient(nn.Module):
         """What the layer returns."""
         if self.sequence_parts is not None and self.sequence_parts.now is None:
             return super().forward(*args, **kwargs)
+        # `nn.Module` refuses to assign a tensor to the name of a parameter.
         own = self._parameters
         vars(self)["_parameters"] = {
             name: None if p is None else scaled(p, self.sharing_ranks) for name, p in own.items()
@@ -241,7 +245,7 @@ def divide_positions(
         if any(True for _ in block.parameters(recurse=False)):
             share_gradient(block, tensor_ranks.size, parts)
         found.sequence_parts = parts
-        _mix(PartsBlock, block)
+        mix(PartsBlock, block)
         # A pipeline sends all positions from one stage to the next.
         found.ends_parts = number == len(blocks) - 1 or hasattr(block, "ends_stage")
     return parts
@@ -258,6 +262,7 @@ def _stack_of(model: nn.Module, styles: Mapping[int, str]) -> tuple[nn.Module, l
     inside: set[int] = set()
     for module in model.modules():
         for child in module.children():
+            # Blocks may have lists inside, such as of experts, which are no stacks.
             if id(child) in inside or not isinstance(child, nn.ModuleList):
                 continue
             if len(child) and all(_has_any(block, styles) for block in child):
@@ -282,7 +287,7 @@ def _divide_child(child: Any, parts: SequenceParts, styles: Mapping[int, str], r
     own = {name: part for name, part in child.named_modules() if id(part) in styles}
     if own and "" not in own and not _is_divided_within({n: styles[id(p)] for n, p in own.items()}):
         child.sequence_parts = parts
-        _mix(WholeWithin, child)
+        mix(WholeWithin, child)
         return
     for part in child.modules():
         style = styles.get(id(part), SUMMED)
@@ -292,13 +297,14 @@ def _divide_child(child: Any, parts: SequenceParts, styles: Mapping[int, str], r
             share_gradient(part, ranks, None if id(part) in styles else parts)
     if own and "" not in own:
         child.sequence_parts = parts
-        _mix(DividedWithin, child)
+        mix(DividedWithin, child)
 
 
 def _is_divided_within(styles: Mapping[str, str]) -> bool:
     """Return True for the layers of a module, by name, that divide its work from the beginning to the end."""
     plain = {name.removesuffix(ADAPTED): style for name, style in styles.items() if ".lora_" not in name}
     work = [style for name, style in plain.items() if style != SUMMED and "." not in name]
+    # After a row-wise layer results are sums over ranks, no longer parts: only one may be there, at the end.
     return (
         sorted(set(work)) == ["colwise", "rowwise"]
         and work.count("rowwise") == 1
@@ -309,19 +315,7 @@ def _is_divided_within(styles: Mapping[str, str]) -> bool:
 def share_gradient(layer: Any, ranks: int, parts: SequenceParts | None = None) -> None:
     """Have a layer give its share of the gradients of its parameters; see `ShareOfGradient`."""
     layer.sharing_ranks, layer.sequence_parts = ranks, parts
-    _mix(ShareOfGradient, layer)
-
-
-def _mix(mixin: Any, layer: Any) -> None:
-    """Mix a class into that of a layer, whose own forward it calls."""
-    kind: Any = type(layer)
-    layer.__class__ = _mixed(mixin, kind)
-
-
-@cache
-def _mixed(mixin: Any, kind: Any) -> Any:
-    """The class keeps its name, by which layers are found."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    mix(ShareOfGradient, layer)
 
 
 def _with_hidden(

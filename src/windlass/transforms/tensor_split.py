@@ -303,6 +303,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, split: TensorSplit) -> Tensor:
         real = targets != ignored
         here, places = split.located(torch.where(real, targets, 0))
+        # Of all classes, so that every rank subtracts the same number and shares add up.
         largest = split.max(logits.amax(1))
         shares = (logits - largest[:, None]).exp_()
         chosen = torch.where(here, logits.gather(1, places[:, None])[:, 0], 0)

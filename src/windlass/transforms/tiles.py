@@ -7,7 +7,6 @@ tile at a time, which is computed again in the backward.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.transforms.mixing import mix
 
 _FIELD = "activation_checkpointing_kwargs.tiles"
 
@@ -40,31 +40,31 @@ def tile_layers(model: nn.Module, tiles: Mapping[str, int]) -> None:
             fix = f"{type(model).__name__} has no layers of that name; give the last part of theirs"
             raise ConfigError(Problem(f"{_FIELD}.{name}", size, fix))
         for layer in found:
-            if not hasattr(layer, "tile_size"):  # a second `train()` has a prepared model
-                kind: Any = type(layer)
-                layer.__class__ = _tiled_class(kind)
-            layer.tile_size = size
+            if not isinstance(layer, _Tiled):  # a second `train()` has a prepared model
+                mix(_Tiled, layer)
+            layer.tokens_of_tile = size
 
 
-@functools.cache
-def _tiled_class(cls: Any) -> type[nn.Module]:
-    """A subclass of `cls` whose forward computes tiles; see `_recomputed_class` in `recompute.py`."""
+class _Tiled(nn.Module):
+    """A layer that computes tiles, mixed into its class."""
 
-    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden.dim() != 3 or hidden.shape[1] <= self.tile_size:
-            return cls.forward(self, hidden, *args, **kwargs)
+    tokens_of_tile: int
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden.dim() != 3 or hidden.shape[1] <= self.tokens_of_tile:
+            return super().forward(hidden, *args, **kwargs)
+        compute = super().forward
 
         def run(tile: Tensor) -> Tensor:
-            made = cls.forward(self, tile, *args, **kwargs)
+            made = compute(tile, *args, **kwargs)
             if not isinstance(made, Tensor) or made.shape[:2] != tile.shape[:2]:
                 raise ModelError(
-                    f"{cls.__name__} does not return a state for each token: leave it out of {_FIELD}"
+                    f"{type(self).__name__} does not return a state for each token: leave it out of {_FIELD}"
                 )
             return made
 
-        tiles = torch.split(hidden, self.tile_size, 1)
+        tiles = torch.split(hidden, self.tokens_of_tile, 1)
+        # Without gradients there is nothing to compute again.
         if not torch.is_grad_enabled():
             return torch.cat([run(tile) for tile in tiles], 1)
         return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], 1)
-
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

@@ -40,6 +40,7 @@ def ulysses_attention(
     size = dist.get_world_size(group)
     refuse_heads(query.shape[1], key.shape[1], size)
     if key.shape[1] % size:
+        # Each rank needs a head of keys: neighbouring ranks, whose queries use the same one, get a copy each.
         copies = size // key.shape[1]
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
     division = Zigzag(size, sight.division.length // sight.division.size)
@@ -79,6 +80,7 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(states: Tensor, group: Any, split: int, join: int) -> Tensor:
     size = dist.get_world_size(group)
+    # One message to each rank: `all_to_all_single` divides the first axis.
     sent = torch.stack(states.chunk(size, split))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

@@ -35,6 +35,7 @@ class ReachedParameters:
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained.values()]  # type: ignore[no-untyped-call]
 
     def _note(self, parameter: Tensor) -> None:
+        # The backwards of earlier micro-batches reduce nothing.
         if self._wrapper.require_backward_grad_sync:
             self._reached.add(id(parameter))
 
@@ -85,6 +86,8 @@ class SameOnAllRanks:
     def numbers(self) -> list[float]:
         """What the backward of this rank reached. The sums of these numbers over ranks are for `compare`."""
         self._reached = [p.grad is not None or id(p) in self._noted for p in self._trained.values()]
+        # One number for thousands of parameters; two ranks that differ have the same once in four thousand million
+        # times.
         code = zlib.crc32(bytes(self._reached))
         # Numbers of ranks are equal if their variance is zero. In halves, so that squares are exact.
         halves = [float(code & 0xFFFF), float(code >> 16)]
@@ -120,6 +123,7 @@ class SameOnAllRanks:
             )
 
     def _difference(self, here: list[str]) -> ModelError:
+        # All ranks come here or none: they have compared the same sums.
         everywhere: list[list[str]] = self._loss_ranks.gather_objects(here)
         common = set(everywhere[0]).intersection(*everywhere)
         lines = []

@@ -66,6 +66,7 @@ class WholeBalance:
 
         self._hooks += [
             part.register_forward_pre_hook(enter),
+            # After an error too: other models call the function of that file.
             part.register_forward_hook(leave, always_call=True),
         ]
 
@@ -96,6 +97,7 @@ class WholeBalance:
         """`router_sums` of what this rank has of a batch; zeros if that does not count."""
         division = division_of(part)
         sums = router_sums(logits, top_k, mask if division is None else division.real)
+        # Times zero and not zeros: with its graph this rank takes part in the exchange of the backward.
         return sums * 0.0 if self._is_filling() else sums
 
     def of_ranks(self, part: nn.Module, sums: Tensor) -> Tensor:
@@ -168,6 +170,7 @@ def _summed(share: Tensor, group: Any) -> Tensor:
 
 def _namespace_of(part: nn.Module) -> dict[str, Any] | None:
     """The names of the file whose balancing loss the forward of `part` calls; None if it calls none."""
+    # transformers decorates forwards.
     forward = inspect.unwrap(type(part).forward)
     names = getattr(forward, "__globals__", {})
     calls = _NAME in getattr(getattr(forward, "__code__", None), "co_names", ())

@@ -31,6 +31,7 @@ def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> 
         chosen = _of_size(module, plan.min_parameters, ignored)
     else:
         chosen = []
+    # A unit with nothing to gather would be gathered all the same, by an empty exchange.
     units = [unit for unit in chosen if any(p not in ignored for p in unit.parameters())]
     return _without_split_ties(module, units)
 
@@ -124,6 +125,7 @@ def _of_size(module: nn.Module, least: int, ignored: set[nn.Parameter]) -> list[
 def _without_split_ties(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """The units without those that share a parameter: it belongs to the module around all of them."""
     kept = list(units)
+    # The parameters of a unit that is left out belong to the one around it, which may then split another tie.
     while split := _units_of_split_ties(module, set(kept)):
         kept = [unit for unit in kept if unit not in split]
     if len(kept) < len(units):

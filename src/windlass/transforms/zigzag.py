@@ -32,6 +32,7 @@ class Zigzag:
 
     def stretches(self, rank: int) -> list[range]:
         """The places in a whole row of the tokens of `rank`, as consecutive stretches in the order of its part."""
+        # A rank alone has the row as it is, also of a length that is not even.
         if self.size == 1:
             return [range(self.length)]
         chunk = self.length // (2 * self.size)

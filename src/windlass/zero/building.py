@@ -50,6 +50,7 @@ class DividedBuilding:
         """True if models are divided. The first such call makes the process group that DeepSpeed needs."""
         if DividedBuilding._paused:
             return False
+        # At the first model, and not with the arguments: scripts that only print them start no process group.
         if not self._is_ready:
             ready_library(*self._place())
             self._is_ready = True

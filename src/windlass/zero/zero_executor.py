@@ -165,6 +165,7 @@ class ZeroExecutor:
             loss = loss * rescale
             self.strategy.multiply([], rescale)
         self._max_norm = max_norm
+        # An update without targets changes nothing, as it would by weight decay and momentum.
         self._own.skips = rescale is None and not update.denominator
         if "on_pre_optimizer_step" in hooks.heard:
             hooks.event("on_pre_optimizer_step")
