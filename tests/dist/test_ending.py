@@ -59,6 +59,13 @@ def test_a_rank_that_failed_does_not_wait_for_a_sum_that_no_other_rank_joins(end
 
 
 @pytest.mark.dist
+def test_ranks_that_train_after_an_error_end_well(tmp_path: Path) -> None:
+    for code, said in ends_of(Path(__file__).with_name("recovered_rank.py"), str(tmp_path)):
+        assert code == 0, said
+        assert "trained 4" in said
+
+
+@pytest.mark.dist
 def test_a_callback_that_raises_on_one_rank_ends_both(tmp_path: Path) -> None:
     script = ROOT / "tests" / "trainer" / "failing_ranks.py"
     (other, lost), (own, said) = ends_of(script, str(tmp_path))

@@ -232,7 +232,7 @@ def test_everything_is_there_before_training(tmp_path: Path) -> None:
 def test_what_one_rank_asks_for_all_do(folder: Path) -> None:
     launch(2, Path(__file__), folder, timeout=100)
     assert [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)] == [
-        [2, [2], [0, 1]]
+        [2, [2], [0, 1, 2]]
     ] * 2
     assert [path.name for path in (folder / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
@@ -257,6 +257,11 @@ class AtTheBeginning(TrainerCallback):
         control.should_training_stop = True
 
 
+class AtTheSecondEpoch(TrainerCallback):
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.epoch == 1
+
+
 class AtTheEndOfAnEpoch(TrainerCallback):
     """A run that is resumed at its last update has nothing to train before."""
 
@@ -269,13 +274,18 @@ def before_the_first_update(folder: Path) -> list[int]:
     saves = {"save_strategy": "steps", "num_train_epochs": 1, "max_steps": -1}
     trainer_for(folder / "saved", ddp_timeout=30, **saves).train()
     resumed = trainer_for(folder / "saved", eval_dataset=samples(5), ddp_timeout=30, **saves)
+    one_epoch = trainer_for(
+        folder / "epoch", data=samples(8), num_train_epochs=3, max_steps=-1, ddp_timeout=30
+    )
     if RANK == 1:
+        one_epoch.add_callback(AtTheSecondEpoch)
         stopped.add_callback(AtTheBeginning)
         resumed.add_callback(AtTheEndOfAnEpoch)
     stopped.train()
     resumed.train(resume_from_checkpoint=True)
+    one_epoch.train()
     evaluated = sum("eval_loss" in row for row in resumed.state.log_history)
-    return [stopped.state.global_step, evaluated]
+    return [stopped.state.global_step, evaluated, one_epoch.state.global_step]
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ class StreamLoader(Loader):
         return self._stream.own_parts
 
     @property
-    def total_batchknown_length(self) -> int:
+    def total_batch_size(self) -> int:
         """Samples by which a micro-batch moves the position: those of all ranks, or of this rank's own part."""
         return self.batch.micro if self.own_parts else super().total_batch_size
 

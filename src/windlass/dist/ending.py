@@ -28,6 +28,8 @@ _LIMIT = 5.0
 _failed = _kept = False
 # With what a process that `multiprocessing` started ends; None until it is known.
 _status: int | None = None
+# An error that was shown before a group was opened: that of an earlier cell of the notebook whose fork this process is.
+_earlier: BaseException | None = None
 
 
 # Messages of process-group backends for a lost connection.
@@ -59,7 +61,8 @@ def keep_groups_open() -> None:
 
 
 def _uncaught() -> BaseException | None:
-    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    shown: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return None if shown is _earlier else shown
 
 
 def _end() -> None:
@@ -104,6 +107,8 @@ def _note_status() -> None:
 @functools.cache
 def prepare_end() -> None:
     """Called before a process group is opened."""
+    global _earlier
+    _earlier = _uncaught()
     atexit.register(_end)
     if multiprocessing.parent_process() is not None:
         Finalize(None, _note_status, exitpriority=0)

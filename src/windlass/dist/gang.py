@@ -417,7 +417,8 @@ def leave() -> None:
         _joined.close()
         _joined = None
     atexit.unregister(leave)
-    if dist.is_initialized() and (ends_in_error() or not SumUnderWay.all_end()):
+    shared = dist.is_initialized() and dist.get_world_size() > 1
+    if shared and (ends_in_error() or not SumUnderWay.all_end()):
         keep_groups_open()
         return
     gc.collect()

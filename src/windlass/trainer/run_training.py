@@ -242,6 +242,7 @@ class RunTraining(LoopHooks):
             self._events.enter_resumed_epoch()
         else:
             self._events.fire("on_epoch_begin")
+        self._events.merge_flags()  # the epoch may end before its first update
 
     def step_begin(self, step: int) -> None:
         events = self._events
