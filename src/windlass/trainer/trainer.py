@@ -671,17 +671,19 @@ class Trainer:
         """The dataset without the columns that the model's forward does not take; itself if its samples are no rows of
         columns. `description`: what it is for, in the log.
         """
-        if not self.args.remove_unused_columns:
-            return dataset
-        self._set_signature_columns_if_needed()
-        return columns.select_columns(dataset, self._signature_columns or [], description or "training")
+        return columns.select_columns(dataset, self._used_columns(), description or "training")
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         """A collator that removes such columns from samples that are dicts, and then calls `data_collator`."""
+        used = self._used_columns()
+        return columns.ColumnCollator(data_collator, used, description or "training") if used else data_collator
+
+    def _used_columns(self) -> list[str]:
+        """The columns that are kept; empty if all are."""
         if not self.args.remove_unused_columns:
-            return data_collator
+            return []
         self._set_signature_columns_if_needed()
-        return columns.ColumnCollator(data_collator, self._signature_columns or [], description or "training")
+        return self._signature_columns or []
 
     def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
         if getattr(dataset, "column_names", None) is not None and hasattr(dataset, "remove_columns"):
