@@ -230,7 +230,9 @@ _FORKED = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Buffered: unbuffered, each word of a `print` is a write, and the lines of two ranks mix.
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    return {**os.environ, **fixed}
 
 
 def run_to_its_end(

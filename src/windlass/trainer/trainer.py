@@ -676,7 +676,9 @@ class Trainer:
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         """A collator that removes such columns from samples that are dicts, and then calls `data_collator`."""
         used = self._used_columns()
-        return columns.ColumnCollator(data_collator, used, description or "training") if used else data_collator
+        return (
+            columns.ColumnCollator(data_collator, used, description or "training") if used else data_collator
+        )
 
     def _used_columns(self) -> list[str]:
         """The columns that are kept; empty if all are."""
