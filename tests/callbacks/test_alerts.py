@@ -100,7 +100,11 @@ class LossOfStep(Trainer):
 
 
 def alerts_of(folder: Path) -> list[tuple[int, str]]:
-    return [(found["step"], found["message"]) for found in read_metrics(folder / "metrics.jsonl") if "alert" in found]
+    return [
+        (found["step"], found["message"])
+        for found in read_metrics(folder / "metrics.jsonl")
+        if "alert" in found
+    ]
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4, 5, 6])
@@ -115,7 +119,9 @@ def test_a_resumed_run_alerts_as_an_uninterrupted_one(tmp_path: Path, stop: int)
 
 
 def test_a_second_run_of_a_trainer_is_not_compared_with_the_first(tmp_path: Path) -> None:
-    args = arguments(tmp_path, max_steps=3, logging_strategy="steps", logging_steps=1, alerts={"loss_rise": 0.5})
+    args = arguments(
+        tmp_path, max_steps=3, logging_strategy="steps", logging_steps=1, alerts={"loss_rise": 0.5}
+    )
     trainer = LossOfStep(Net(), args, train_dataset=rows(64))
     trainer.train()
     trainer.train()

@@ -62,7 +62,9 @@ def test_greater_is_better(make_args: Any) -> None:
 
 def test_nan_is_no_improvement(make_args: Any) -> None:
     assert stops_at(EarlyStoppingCallback(1), make_args(), [1.0, math.nan]) == 2
-    assert stops_at(EarlyStoppingCallback(2), make_args(), [math.nan] * 9) == 2, "a run that never had a number"
+    assert stops_at(EarlyStoppingCallback(2), make_args(), [math.nan] * 9) == 2, (
+        "a run that never had a number"
+    )
     assert stops_at(EarlyStoppingCallback(2), make_args(), [math.inf, -math.inf, 1.0]) == 2
     assert stops_at(EarlyStoppingCallback(2), make_args(), [math.nan, 5.0, 4.0, math.nan]) is None
 

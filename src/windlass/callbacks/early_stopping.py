@@ -21,8 +21,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops training after `early_stopping_patience` evaluations in a row without improvement.
 
     An evaluation improves if `metric_for_best_model` is better than `state.best_metric`, the best of the evaluations
-    before it, by more than the threshold. `greater_is_better` sets the direction. The first finite metric of a run is an
-    improvement, and NaN or an infinity never is.
+    before it, by more than the threshold. `greater_is_better` sets the direction. The first finite metric is an
+    improvement; NaN and the infinities never are.
 
     Args:
         early_stopping_patience: evaluations without improvement, at least 1.
