@@ -170,7 +170,7 @@ def test_updates_in_the_backward_clip_only_if_it_was_requested() -> None:
 
 
 def test_a_norm_that_was_given_contradicts_another_one_of_deepspeed() -> None:
-    """Also if it is the default: only one that nobody gave gives way."""
+    """Also if it is the default: only one that was not given gives way."""
     config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
     assert plan_of(deepspeed=config).stability.max_grad_norm == 0.5
     assert plan_of(deepspeed=config, max_grad_norm=0.5).stability.max_grad_norm == 0.5

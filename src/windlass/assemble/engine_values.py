@@ -49,7 +49,7 @@ def with_engine(
 
 
 def engine_clipping(args: TrainingArguments, zero: ZeroPlan | None) -> float:
-    """`max_grad_norm`; the number in a configuration of DeepSpeed comes before a default that nobody gave."""
+    """`max_grad_norm`; the number in a configuration of DeepSpeed comes before its default, unless that was given."""
     given = None if zero is None else zero.config.get("gradient_clipping")
     own: float = args.max_grad_norm
     default = default_of(type(args).__dataclass_fields__["max_grad_norm"])
