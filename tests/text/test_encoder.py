@@ -147,7 +147,7 @@ def test_a_template_that_does_not_train_the_end_of_a_turn_is_warned_of(
 
 def test_a_template_that_writes_the_date_of_today_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Unless each row sets the date: a run that is resumed on another day would read other tokens."""
-    date = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %B') %}{% endif %}{{ date_string }}"
+    date = "{{ date_string if date_string is defined else strftime_now('%d %B') }}"
     tokenizer = byte_tokenizer(date + TEMPLATES["chatml"])
     fixed = [{"messages": chat("a", "b"), "chat_template_kwargs": {"date_string": "1 May"}}]
     prepare_text(fixed, tokenizer)

@@ -38,7 +38,9 @@ def test_a_source_without_a_sample_is_warned_of(caplog: pytest.LogCaptureFixture
     """Its share of an epoch is less than one, in every epoch."""
     mixture = DatasetMixture({"a": A, "rare": B}, {"a": 99, "rare": 1})
     assert mixture.counts == {"a": 10, "rare": 0}
-    assert "the mixture has no sample of 'rare': its share of 10 samples is 0.01, less than one" in caplog.text
+    assert (
+        "the mixture has no sample of 'rare': its share of 10 samples is 0.01, less than one" in caplog.text
+    )
 
 
 def test_epochs_continue_where_the_one_before_ended() -> None:
