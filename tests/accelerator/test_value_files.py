@@ -60,7 +60,11 @@ def test_safe_serialization_writes_safetensors_under_any_name(tmp_path: Path) ->
 
 def test_states_of_generators_come_back(tmp_path: Path) -> None:
     """They are arrays of numpy and tuples, and `torch.load` reads them with `weights_only=False` alone."""
-    state = {"numpy": np.random.RandomState(5).get_state(), "python": random.Random(6).getstate(), "none": b""}
+    state = {
+        "numpy": np.random.RandomState(5).get_state(),
+        "python": random.Random(6).getstate(),
+        "none": b"",
+    }
     save(state, tmp_path / "random.pkl")
     found = load(tmp_path / "random.pkl")
     generator, expected = np.random.RandomState(0), np.random.RandomState(5)

@@ -26,8 +26,8 @@ _TENSORS, _VALUES = ".safetensors", ".json"
 # In the header of the tensors: the hash of the values that were saved with them. Two files cannot be replaced in one
 # instant, and tensors of one save beside values of another would be read without an error.
 _DIGEST = "values_sha256"
-# Empty bytes, and numbers and arrays of numpy, under the names that `torch.save` gives them. `windlass.utils.load` reads
-# them; `torch.load` does so with `weights_only=False`.
+# Empty bytes, and numbers and arrays of numpy, under the names that `torch.save` gives them. `windlass.utils.load`
+# reads them; `torch.load` does so with `weights_only=False`.
 _MORE = {"builtins.bytes", "numpy.dtype", "numpy.ndarray"} | {
     f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")
 }
@@ -66,8 +66,8 @@ def save_values(path: Path, values: Any, safe_serialization: bool = False) -> No
 
 
 def load_values(path: Path) -> Any:
-    """Read what `save_values` wrote as safetensors and JSON, with tensors on the host. Raises CheckpointError if there is
-    no such file, or another program wrote it.
+    """Read what `save_values` wrote as safetensors and JSON, with tensors on the host. Raises CheckpointError if there
+    is no such file, or another program wrote it.
     """
     if path.suffix == _TENSORS:
         with open_tensors(path, Files()) as tensors:
@@ -102,7 +102,9 @@ def _save_for_torch(path: Path, values: Any) -> None:
     with files.replacing(path) as new:
         torch.save(values, new)
         if names := set(get_unsafe_globals_in_checkpoint(new)) - _MORE:
-            raise CheckpointError(f"{path.name} would hold a {min(names)}, which is neither a plain value nor a tensor")
+            raise CheckpointError(
+                f"{path.name} would hold a {min(names)}, which is neither a plain value nor a tensor"
+            )
         files.sync_file(new)
 
 
@@ -134,4 +136,3 @@ def _load_nest(path: Path) -> Any:
                 f"{path.name} was edited. Use an earlier save"
             )
         return decode(tree, tensors)
-

@@ -106,7 +106,12 @@ class _NumpyArray:
 
     def __setstate__(self, state: Any) -> None:
         _, self.shape, kind, columns, self.data = state
-        if not isinstance(kind, _NumpyType) or not kind.layout or not kind.order or type(self.data) is not bytes:
+        if (
+            not isinstance(kind, _NumpyType)
+            or not kind.layout
+            or not kind.order
+            or type(self.data) is not bytes
+        ):
             raise RefusedFileError("an array of numpy in it is not of plain numbers in little-endian order")
         self.dtype, self.order = kind.order + kind.code, "F" if columns else "C"
 
