@@ -95,10 +95,15 @@ def test_it_ends_with_75_when_its_processes_have_saved(tmp_path: Path, untouched
 def test_a_job_whose_processes_left_starts_again_by_itself(tmp_path: Path) -> None:
     script = tmp_path / "leaves_once.py"
     script.write_text(LEAVES_ONCE)
-    command = ("launch", "--cpu", "--num_processes", 2, "--requeue", "--max_requeues", "2", script, tmp_path)
+    logs = tmp_path / "logs"
+    flags = ("--num_processes", 2, "--requeue", "--max_requeues", "2", "--log_dir", logs)
+    command = ("launch", "--cpu", *flags, script, tmp_path)
     code, said = end_of("windlass", *command, timeout=100, environ={"WINDLASS_HOME": "/nowhere"})
     assert code == 0, said
     check_left(tmp_path, said)
+    # Marks of the first run are not those of the second.
+    assert "without marks" not in said
+    assert len(list(logs.glob("*/attempt-1"))) == 2
     assert said.count("restarting the job (1 of 2)") == 1
     assert all((tmp_path / f"ended-{rank}").exists() for rank in range(2))
 

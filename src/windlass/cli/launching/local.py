@@ -164,15 +164,31 @@ def _wait(options: dict[str, Any]) -> int:
 
 
 def _folder(plan: LaunchPlan) -> Path:
+    """Make a new folder for the files of one run of the job. Raises ConfigError if that is not possible."""
     try:
         if plan.log_dir is None:
             return Path(tempfile.mkdtemp(prefix="windlass-launch-"))
-        path = Path(plan.log_dir) / f"{socket.gethostname()}-{os.getpid()}"
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        return _new_folder(Path(plan.log_dir), f"{socket.gethostname()}-{os.getpid()}")
     except OSError as error:
         fix = f"cannot hold the files of the processes ({error}); name a folder that can be written"
         raise ConfigError([Problem("--log_dir", plan.log_dir or tempfile.gettempdir(), fix)]) from error
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """Make `parent/name`, or `name-2` and so on: a job that is requeued has the same process, and the launcher of a
+    container that is started again often the same host name and id. Marks that were left there would be taken for those
+    of this run.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path
 
 
 def _unreachable(error: Exception, meeting: Meeting) -> int:
