@@ -86,8 +86,8 @@ class RowEncoder:
             warn_once(
                 _logger,
                 "the chat template writes the date of today (strftime_now), so a run that is resumed on another day "
-                "may read other tokens than an uninterrupted one. Set the date in a template (chat_template_path), or by "
-                "a column chat_template_kwargs if the template takes it, as Llama's takes date_string.",
+                "may read other tokens than an uninterrupted one. Set the date in a template (chat_template_path), or "
+                "by a column chat_template_kwargs if the template takes it, as Llama's takes date_string.",
             )
         return template
 
