@@ -56,7 +56,7 @@ class RowFile:
         self._kept_at_cut = []
 
     def roll_back(self, step: int) -> None:
-        """Remove the rows after the step that a run rolled back to, if they cannot be removed now before the next row."""
+        """Remove the rows after the step that a run rolled back to; before the next row, if it is not possible now."""
         self._due = partial(self._cut_back, step)
         self._try_due()
 
