@@ -137,6 +137,15 @@ def test_folder_gives_file_and_label(tmp_path: Path) -> None:
     ]
 
 
+def test_few_records_of_a_folder_are_of_each_class(tmp_path: Path) -> None:
+    for label in ("neg", "pos"):
+        (tmp_path / label).mkdir()
+        for number in range(3):
+            (tmp_path / label / f"{number}.txt").write_text(f"{label} {number}")
+    records = read_records(str(tmp_path), DataSpec(max_samples=4))
+    assert [values["text"] for _, values in records] == ["neg 0\n", "neg 1\n", "pos 0\n", "pos 1\n"]
+
+
 def test_txt_is_one_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\ntwo")

@@ -68,7 +68,9 @@ def test_labels_of_one_value_have_one_order_in_all_processes() -> None:
     )
     for seed in ("1", "2", "3", "4"):  # of the hashes by which a set is ordered
         environ = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        )
         assert done.stdout == "['0001', '001', '01', '1', '2']\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -169,9 +170,25 @@ def _parallel(path: Path, data: DataSpec) -> Iterator[Record]:
 def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
     """Each text file below `path` is a record, with the name of its folder as label."""
     endings = (".txt", ".text", ".md")
-    for file in sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file()):
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
+    for file in first_of_folders(files, data.max_samples):
         for where, values in _txt(file, data):
             yield where, {**values, data.label_column: file.parent.name}
+
+
+def first_of_folders(files: list[Path], most: int | None) -> list[Path]:
+    """Return at most `most` of sorted files, in their order: the first of each folder, then the second of each, and so
+    on. The first files as they are sorted may all have one class, that of the first folder.
+    """
+    if most is None:
+        return files
+    counts: Counter[Path] = Counter()
+
+    def turn(file: Path) -> int:
+        counts[file.parent] += 1
+        return counts[file.parent]
+
+    return sorted(sorted(files, key=turn)[:most])
 
 
 def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:

@@ -77,7 +77,9 @@ class DataSpec:
     mlm_probability: float = setting(0.15, "share of the tokens that are hidden", bounds=BELOW_ONE)
     image_size: int | None = setting(None, "width and height that images are scaled to", bounds=at_least(1))
     max_samples: int | None = setting(
-        None, "use only the first so many records of each source", bounds=at_least(1)
+        None,
+        "use only the first so many records of each source; of a folder, in turn from each class",
+        bounds=at_least(1),
     )
     streaming: bool = setting(False, "read train while training, without loading it into memory")
     eval_rows: int | None = setting(
