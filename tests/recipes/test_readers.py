@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,14 @@ def test_python_docs_are_there() -> None:
         ("a.csv", b'text,label\n"x,1\n', ["a.csv:2", "unexpected end"]),
         ("a.tsv", b"text\tlabel\nx\t1\t2\n", ["a.tsv:2", "3 columns, 2 expected"]),
         ("a.txt", b" \n", ["a.txt", "no records"]),
+        ("a.csv", b"text,label,text\nx,1,y\n", ["a.csv:1", "several columns have the name 'text'"]),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n')[:-9],
+            ["a.jsonl.gz: cannot be read", "ended before"],
+        ),
+        ("a.jsonl.gz", b'{"text": "x"}\n', ["a.jsonl.gz: cannot be read", "Not a gzipped file"]),
+        ("a.bin", b"x", ["a.bin: unknown file ending", ".jsonl", "set data.format"]),
         ("a.parquet", b"not parquet", ["a.parquet", "parquet file"]),
     ],
 )

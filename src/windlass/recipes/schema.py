@@ -242,6 +242,7 @@ ENDINGS = {
     ".md": "txt",
     ".parquet": "parquet",
 }
+UNKNOWN_ENDING = f"unknown file ending (known: {', '.join(sorted(ENDINGS))}); set data.format"
 # Formats whose source is not a path.
 PYTHON_DOCS, DIGITS = "python-docs", "digits"
 PATHLESS = ("hub", PYTHON_DOCS, DIGITS)
