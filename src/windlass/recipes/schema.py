@@ -220,6 +220,7 @@ class RecipeParts:
         train, evaluation, test: sequences of samples; the last two are None without any.
         labels: names of the classes, in the order of their ids; empty without classes.
         takes_turns: samples are conversations, in the tokenizer's chat template.
+        resumed: they continue the run of a checkpoint, which has their tokenizer.
     """
 
     recipe: Recipe
@@ -229,6 +230,7 @@ class RecipeParts:
     labels: Sequence[str] = ()
     test: Any = None
     takes_turns: bool = False
+    resumed: bool = False
 
 
 ENDINGS = {
