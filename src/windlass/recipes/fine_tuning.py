@@ -169,6 +169,17 @@ def _settings_of(spec: BaseSpec, recipe: Recipe, tokenizer: Any) -> str:
     return json.dumps({**asdict(spec), "data": asdict(recipe.data), "vocabulary": vocabulary}, sort_keys=True)
 
 
+def _is_kept(folder: Path, settings: str, resumed: bool) -> bool:
+    """Return True for a complete base that is the one to use. Raises ConfigError if a resumed run asks for another."""
+    path = folder / _SETTINGS
+    if not path.is_file():
+        return False
+    before = path.read_text(encoding="utf-8")
+    if resumed and before != settings:
+        _refuse_other_base(before, settings)
+    return resumed or before == settings
+
+
 def _refuse_other_base(before: str, now: str) -> None:
     """Raise ConfigError if a resumed run asks for another base than the one that it began with."""
     settings, wanted = json.loads(before), json.loads(now)
@@ -199,13 +210,8 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     spec = recipe.base or BaseSpec()
     folder = Path(args.output_path) / FOLDER
     settings = _settings_of(spec, recipe, tokenizer)
-    if (folder / _SETTINGS).is_file():
-        before = (folder / _SETTINGS).read_text(encoding="utf-8")
-        if before == settings:
-            return folder
-        if parts.resumed:
-            _refuse_other_base(before, settings)
-            return folder
+    if _is_kept(folder, settings, parts.resumed):
+        return folder
     is_main = world_from_environment().is_main
     if is_main:
         _begin_base(folder, settings)

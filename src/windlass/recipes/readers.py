@@ -69,7 +69,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: not UTF-8 text (byte {error.start} of the line)") from None
-    except (OSError, EOFError, zlib.error) as error:  # the last two: of a .gz file that is truncated or damaged
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+    ) as error:  # the last two: of a .gz file that is truncated or damaged
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
