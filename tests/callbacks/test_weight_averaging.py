@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.dist.launch import launch
 from tests.trainer.small import Net, arguments, rows, weights_hash
-from torch import Tensor
+from torch import Tensor, nn
 
 from windlass import EMACallback, SWACallback, Trainer, TrainerCallback
 from windlass.core.errors import ConfigError
@@ -36,7 +36,8 @@ def train(
     average: Any,
     steps: int = 6,
     resume: bool = False,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    model: Any = Net,
     **changes: Any,
 ) -> tuple[Trainer, Seen]:
     seen = Seen()
@@ -44,7 +45,7 @@ def train(
     args = arguments(folder, **options)
     data = [{**row, "x": row["x"].to(dtype)} for row in rows(24)]
     trainer = Trainer(
-        Net().to(dtype), args, train_dataset=data, eval_dataset=data[:8], callbacks=[seen, average]
+        model().to(dtype), args, train_dataset=data, eval_dataset=data[:8], callbacks=[seen, average]
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer, seen
@@ -82,6 +83,32 @@ def test_evaluations_use_the_average_and_training_goes_on_from_its_own_weights(t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_stopped_run_ends_with_the_same_bits(tmp_path: Path, average: Any, dtype: torch.dtype) -> None:
     saves = {"save_strategy": "steps", "save_steps": 3, "dtype": dtype}
+    clean, _ = train(tmp_path / "a", average(), 6, **saves)
+    train(tmp_path / "b", average(), 3, **saves)
+    again, _ = train(tmp_path / "b", average(), 6, resume=True, **saves)
+    assert weights_hash(clean.model.float()) == weights_hash(again.model.float())
+
+
+class Mixed(nn.Module):
+    """Three layers of one shape; the second is in half precision, so a checkpoint lists its average first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.second, self.third = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(4, 4, generator=generator) * 0.5)
+        self.second.bfloat16()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.third(self.second(self.first(x).bfloat16()).float())
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("average", [lambda: EMACallback(0.5), lambda: SWACallback(2)], ids=["EMA", "SWA"])
+def test_a_stopped_run_of_mixed_dtypes_ends_with_the_same_bits(tmp_path: Path, average: Any) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 3, "model": Mixed}
     clean, _ = train(tmp_path / "a", average(), 6, **saves)
     train(tmp_path / "b", average(), 3, **saves)
     again, _ = train(tmp_path / "b", average(), 6, resume=True, **saves)

@@ -48,6 +48,43 @@ def test_two_ranks_are_one_process_and_resume_to_the_bit(tmp_path: Path, few: bo
             assert whole == resumed, (name, way)
 
 
+@pytest.mark.dist
+def test_ranks_with_unequal_updates_estimate_one_divergence(tmp_path: Path) -> None:
+    launch(2, Path(__file__), tmp_path, "unequal")
+    found = json.loads((tmp_path / "found.json").read_text())
+    trainer = trainer_of(
+        tmp_path / "alone", "kto", loss_type="kto", rows=UNEQUAL, per_device_train_batch_size=2
+    )
+    rows = [trainer.train_dataset[at] for at in range(UNEQUAL)]
+    # The last update: two micro-batches of the first rank, and one of the second.
+    expected, divergences = [], []
+    for parts in ([rows[8:10], rows[10:12]], [rows[12:13]]):
+        batches = [trainer.data_collator(part) for part in parts]
+        others = torch.cat([ratios(trainer, batch, "KL_") for batch in batches])
+        divergence = others.mean().clamp(min=0)
+        own = torch.cat([ratios(trainer, batch, "") for batch in batches])
+        sign = torch.cat([2.0 * batch["label"].double() - 1.0 for batch in batches])
+        expected += (1 - torch.sigmoid(0.1 * sign * (own - divergence))).tolist()
+        divergences += [float(divergence)] * len(own)
+    assert found["loss"] == pytest.approx(sum(expected) / 5, rel=1e-10)
+    assert found["kl"] == pytest.approx(sum(divergences) / 5, rel=1e-10) != 0.0
+
+
+UNEQUAL = 13  # rows: of an epoch of two updates of two micro-batches of two rows on two ranks
+
+
+def ratios(trainer: Any, batch: dict[str, Any], prefix: str) -> torch.Tensor:
+    """log(model / reference) of each answer, from whole logits."""
+    ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
+    answers = batch[f"{prefix}completion_mask"][:, 1:]
+    sums = []
+    with torch.no_grad():
+        for model in (trainer.model, trainer.ref_model):
+            logs = model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
+            sums.append((logs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0] * answers).sum(1))
+    return sums[0] - sums[1]
+
+
 # --- what each rank runs ----------------------------------------------------------------------------------------------
 
 CASES: dict[str, dict[str, Any]] = {
@@ -93,6 +130,7 @@ def trainer_of(
     accumulation: int = 2,
     precise: bool = True,
     tied: bool = False,
+    rows: int = 24,
     **changes: Any,
 ) -> Any:
     """A trainer whose updates have 8 rows on any number of ranks."""
@@ -110,12 +148,12 @@ def trainer_of(
     dtype = torch.float64 if precise else torch.float32
     torch.manual_seed(0)
     if kind == "reward":
-        rows = [{**row, "margin": 0.1 * at} for at, row in enumerate(pairs(24))]
+        margins = [{**row, "margin": 0.1 * at} for at, row in enumerate(pairs(rows))]
         scorer = LlamaForSequenceClassification(small.config(num_labels=1, pad_token_id=None)).to(dtype)
         # Set now: transformers cannot clear the row of padding of an embedding that ZeRO-3 divides.
         scorer.config.pad_token_id = 0
         return RewardTrainer(
-            scorer, RewardConfig(str(folder), **options), train_dataset=rows, eval_dataset=rows[:7],
+            scorer, RewardConfig(str(folder), **options), train_dataset=margins, eval_dataset=margins[:7],
             processing_class=small.tokenizer(), peft_config=adapter,
         )  # fmt: skip
     model, other = (small.model(tie_word_embeddings=tied).to(dtype) for _ in range(2))
@@ -127,7 +165,7 @@ def trainer_of(
         )  # fmt: skip
     collator = Halves(0, 64) if world == 1 and changes["loss_type"] == "kto" else None
     return KTOTrainer(
-        model, reference, KTOConfig(str(folder), **options), collator, judged(24), judged(8), small.tokenizer(),
+        model, reference, KTOConfig(str(folder), **options), collator, judged(rows), judged(8), small.tokenizer(),
         peft_config=adapter,
     )  # fmt: skip
 
@@ -172,6 +210,13 @@ def bits(trainer: Any) -> list[Any]:
 def main() -> None:
     folder = Path(sys.argv[1])
     found: dict[str, Any] = {}
+    if sys.argv[2] == "unequal":
+        options = {"max_steps": -1, "num_train_epochs": 1, "learning_rate": 0.0, "logging_steps": 1}
+        trainer = trainer_of(folder / "out", "kto", loss_type="kto", rows=UNEQUAL, **options)
+        trainer.train()
+        if trainer.is_world_process_zero():
+            (folder / "found.json").write_text(json.dumps(trainer.state.log_history[1]))
+        return
     few = bool(int(sys.argv[2]))
     for name, case in CASES.items():
         for way, options in WAYS.items():

@@ -79,9 +79,10 @@ class SWACallback(TrainerCallback):
             if not self._average:
                 self._average = {name: _wide(p) for name, p in self._trained.items()}
             else:
-                for average, parameter in zip(self._average.values(), self._trained.values(), strict=True):
+                # By name: a restored average is in the order of its checkpoint, which is not that of the parameters.
+                for name, average in self._average.items():
                     mine = local(average)
-                    mine.lerp_(local(parameter).to(mine.dtype), self.weight_of_next())
+                    mine.lerp_(local(self._trained[name]).to(mine.dtype), self.weight_of_next())
         self._count += 1
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:

@@ -224,7 +224,9 @@ class KTOTrainer(ReferenceTrainer):
             reference = self._reference.log_probabilities(model, others)
             sums = torch.stack([(own - reference).sum(), own.new_tensor(len(own))])
             if self.model.training:
-                sums = self.accelerator.reduce(sums, "sum")
+                # Rows that are repeated because other ranks have more would count twice.
+                own_weight = 0.0 if self._services.loss.normaliser.filler else 1.0
+                sums = self.accelerator.reduce(sums * own_weight, "sum")
             return (sums[0] / sums[1]).clamp(min=0)
 
     def _derived(self, figures: dict[str, float]) -> dict[str, float]:

@@ -85,7 +85,9 @@ class Run(Interruptible):
 
     def _new_loop(self, source: GroupSource) -> Loop:
         plan, context = self.context.plan, self.context
-        in_step = self.executor.strategy.sharded or plan.dist.reduce_each
+        # A loss of the script's may communicate, as contrastive losses do: ranks make equally many of them.
+        watched = context.services.loss.settings.watched
+        in_step = self.executor.strategy.sharded or plan.dist.reduce_each or watched
         feed = Feed(source, self.fitter.size.accumulation, context.all_ranks, in_step)
         options = LoopOptions(
             epochs=plan.duration.epochs,
