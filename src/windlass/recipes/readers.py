@@ -26,6 +26,8 @@ from windlass.text.tables import StoredRows, load_hub, parquet_rows
 Record = tuple[str, dict[str, Any]]
 # Cells of a csv file may be whole documents; the default limit of the csv module is 128 KiB.
 LONGEST_CELL = 1 << 30
+# What the gzip module raises besides OSError if a file is truncated or has wrong bytes.
+_OF_DAMAGED_GZIP = (EOFError, zlib.error)
 
 
 def read_records(source: str, data: DataSpec, split: str = "train") -> list[Record]:
@@ -69,11 +71,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: not UTF-8 text (byte {error.start} of the line)") from None
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-    ) as error:  # the last two: of a .gz file that is truncated or damaged
+    except (OSError, *_OF_DAMAGED_GZIP) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
