@@ -404,7 +404,9 @@ def _attempt(number: int, session: Mapping[str, Any]) -> Attempt:
         status=str(session.get("status", "killed")),
         reason=str(session.get("reason", "")),
         seconds=session.get("seconds", {}),
-        changed={name: pair for name, pair in changed.items() if _is_pair(pair)} if isinstance(changed, dict) else {},
+        changed={name: pair for name, pair in changed.items() if _is_pair(pair)}
+        if isinstance(changed, dict)
+        else {},
         memory=memory_of(session),
     )
 
