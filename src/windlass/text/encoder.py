@@ -167,6 +167,7 @@ class RowEncoder:
             labels = [i if all(bits) else IGNORED for i, *bits in zip(ids, *masks, strict=True)]
             if "assistant_masks" in row:
                 self._check_assistant(any(row["assistant_masks"]), number)
+        # The collator pads again, and tokens of padding are none of the document.
         attended = row.get("attention_mask")
         if attended is not None and not all(attended):  # rows that were padded
             labels = [label for label, kept in zip(labels, attended, strict=True) if kept]
@@ -212,6 +213,7 @@ class RowEncoder:
                 raise RowError(first + at, f"holds {found}, and the first row holds {before}")
             if not self._chats:
                 prompt, body = row.get("prompt", ""), row["text"] if "text" in row else row["completion"]
+                # The tokenizer puts its own before the text: two beginnings are not what the model knows.
                 texts.append((prompt + self._ended(body)).removeprefix(self._bos))
                 prompts.append(prompt.removeprefix(self._bos))
                 continue
@@ -227,6 +229,7 @@ class RowEncoder:
 
     def _ended(self, text: str) -> str:
         """The text with one end token, which the tokenizer may add itself."""
+        # With both, the row would end in two end tokens, and a model would learn to go on after the first.
         if self._adds_eos:
             return text.removesuffix(self._eos)
         return text if text.endswith(self._eos) else text + self._eos
@@ -345,6 +348,8 @@ def token_ranges(offsets: Sequence[tuple[int, int]], spans: Spans) -> Spans:
     """
     found = []
     for start, end in spans:
+        # A token across a border counts: one that joins a space before the answer with its first letters is what the
+        # model has to write first.
         first = bisect_right(offsets, start, key=_last)
         last = bisect_left(offsets, end, lo=first, key=_first)
         if first < last:
