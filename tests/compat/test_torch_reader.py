@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from windlass.checkpoint.files import Files
@@ -68,6 +68,7 @@ def read(data: bytes, *, objects: bool = False) -> Any:
 
 
 @given(TREES)
+@example(b"ctorch._utils\n_rebuild_sparse_tensor\n")
 def test_plain_data_comes_back(tree: Any) -> None:
     assert read(pickle.dumps(tree, protocol=2)) == tree
 
@@ -85,6 +86,22 @@ def test_numbers_of_numpy_become_plain_numbers() -> None:
     got = read(pickle.dumps(numbers, protocol=2))
     assert got == [0.1, 2.5, -3, True, 0.3]
     assert [type(value) for value in got] == [float, float, int, bool, float]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3), np.asfortranarray(np.arange(6, dtype="i2").reshape(2, 3)), np.zeros((0, 3), "f4"),
+        np.array(7, "u8"), np.array([True, False]), np.arange(20)[::3],
+    ],
+)  # fmt: skip
+def test_arrays_of_numpy_come_back(array: np.ndarray[Any, Any]) -> None:
+    got = read(pickle.dumps({"a": array, "state": np.random.RandomState(3).get_state()}, protocol=2))
+    assert (got["a"].dtype, got["a"].shape, got["a"].tobytes()) == (array.dtype, array.shape, array.tobytes())
+    restored = np.random.RandomState(4)
+    restored.set_state(got["state"])
+    assert restored.rand() == np.random.RandomState(3).rand()
+    got["a"].flags.writeable = True  # numpy refuses this for an array over bytes
 
 
 def test_depth_up_to_the_bound_is_read() -> None:
@@ -139,7 +156,20 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "a key that is a tuple": (pickle.dumps({(1, 2): 3}, protocol=2), "key of a map in it is a tuple"),
     "a set": (pickle.dumps({1}, protocol=2), "a set, which is not plain data"),
     "numpy's other order": (pickle.dumps(np.float64(1), protocol=2).replace(b"<", b">"), "little-endian"),
-    "an array of numpy": (pickle.dumps(np.ones(3), protocol=2), "_reconstruct"),
+    "an array in numpy's other order": (pickle.dumps(np.ones(3, ">f4"), protocol=2), "not of plain numbers"),
+    "an array of objects": (pickle.dumps(np.array([None, {}]), protocol=2), "not of plain numbers"),
+    "an array of records": (pickle.dumps(np.zeros(2, "i4,f4"), protocol=2), "not of plain numbers"),
+    "an array of times": (pickle.dumps(np.zeros(2, "M8[s]"), protocol=2), "not of plain numbers"),
+    "an array without a state": (
+        b"\x80\x02cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R.",
+        "damaged",
+    ),
+    "an array with too large a shape": (
+        pickle.dumps(np.ones(3), protocol=2).replace(b"K\x03\x85", b"M\xff\xff\x85"), "malformed",
+    ),
+    "an array with a shape past all numbers": (
+        pickle.dumps(np.ones(3), protocol=2).replace(b"K\x03\x85", b"\x8a\x09" + b"\x7f" * 9 + b"\x85"), "malformed",
+    ),
     "a text that claims gigabytes": (b"\x80\x02X" + struct.pack("<I", 0xFFFFFFF0) + b"x.", "damaged"),
     "text that is none": (b"\x80\x02X\x01\x00\x00\x00\xff.", "damaged"),
     "a tensor of terabytes": (b"\x80\x02ctorch\nTensor\nJ\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86R.", "damaged"),

@@ -136,8 +136,8 @@ MEMBERS_MAPPED = {
     "follows from a seed in any case",
     "save_state": SAFETENSORS,
     "save_model": SAFETENSORS,
-    "save": "writes safetensors (a name in .safetensors) or JSON (.json); of another name, such as model.pt, it writes "
-    "model.pt.json and model.pt.safetensors, with one warning: pickle is never written",
+    "save": "writes safetensors (a name in .safetensors) or JSON (.json); a file of another name, such as model.pt, is "
+    "one of torch.save. It holds tensors and plain values; objects are refused by name",
     "fp8_backend": "is AO or NO: torchao is the only backend",
     "maybe_context_parallel": "does nothing: the forward of a prepared model divides sequences; buffers stay whole",
 }

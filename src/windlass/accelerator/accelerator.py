@@ -1015,16 +1015,16 @@ class Accelerator(Ranks):
 
         Args:
             obj: for ".safetensors", a dict of tensors; else a nest of tensors and plain values.
-            f: a file name. One that ends in neither ".safetensors" nor ".json" gets ".json" appended, with one
-                warning; `windlass.utils.load` finds it under the name given here.
-            safe_serialization: no effect, because pickle is never written.
+            f: a file name. Values of one that ends in ".json" are JSON, and their tensors a safetensors file beside
+                it; of another name they are a file that `torch.load(weights_only=True)` reads.
+            safe_serialization: write a safetensors file under any name.
 
         Raises:
             CheckpointError: values that cannot be saved; they are named.
         """
         path = on_this_machine(f)
         if self.is_main_process:
-            save_values(path, obj)
+            save_values(path, obj, safe_serialization)
 
     # --- trackers -----------------------------------------------------------------------------------------------------
 

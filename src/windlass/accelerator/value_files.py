@@ -1,4 +1,4 @@
-"""Single files of a script: tensors and plain values, as safetensors and JSON under whatever name it gives."""
+"""Single files of a script: tensors and plain values, in the format that the ending of the name says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.codec import decode, encode, has_references
@@ -24,6 +26,11 @@ _TENSORS, _VALUES = ".safetensors", ".json"
 # In the header of the tensors: the hash of the values that were saved with them. Two files cannot be replaced in one
 # instant, and tensors of one save beside values of another would be read without an error.
 _DIGEST = "values_sha256"
+# Empty bytes, and numbers and arrays of numpy, under the names that `torch.save` gives them. `windlass.utils.load`
+# reads them; `torch.load` does so with `weights_only=False`.
+_MORE = {"builtins.bytes", "numpy.dtype", "numpy.ndarray"} | {
+    f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")
+}
 
 
 def on_this_machine(path: str | os.PathLike[str]) -> Path:
@@ -40,44 +47,38 @@ def warn_if_unsafe(safe_serialization: bool) -> None:
         warn_once(_log, "safe_serialization=False has no effect: safetensors are written, never pickle")
 
 
-def save_values(path: Path, values: Any) -> None:
-    """Write `values` by the ending of `path`. Raises CheckpointError for values that cannot be saved; they are named.
+def save_values(path: Path, values: Any, safe_serialization: bool = False) -> None:
+    """Write `values`; the file that is there is replaced in one instant. Raises CheckpointError for values that cannot
+    be saved; they are named.
 
     Args:
         path: ".safetensors" takes a dict of tensors. ".json" takes a nest of plain values, whose tensors go to a
-            safetensors file of the same name. Any other ending, such as ".pt", means pickle, which is never written:
-            ".json" is appended to the name, with one warning.
+            safetensors file of the same name. Any other ending takes such a nest as one file of `torch.save`.
+        safe_serialization: write a safetensors file under any name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == _TENSORS:
+    if safe_serialization or path.suffix == _TENSORS:
         _save_tensors(path, values)
     elif path.suffix == _VALUES:
         _save_nest(path, values)
     else:
-        _save_nest(_beside(path, _VALUES), values)
-        warn_once(
-            _log,
-            f"pickle is never written: {path} is saved as {path.name}{_VALUES}, with its tensors in "
-            f"{path.name}{_TENSORS}. windlass.utils.load({path.name!r}) reads them, torch.load does not",
-        )
+        _save_for_torch(path, values)
 
 
 def load_values(path: Path) -> Any:
-    """Read what `save_values` wrote under this name, with tensors on the host. Raises CheckpointError if there is no
-    such file, or another program wrote it.
+    """Read what `save_values` wrote as safetensors and JSON, with tensors on the host. Raises CheckpointError if there
+    is no such file, or another program wrote it.
     """
     if path.suffix == _TENSORS:
         with open_tensors(path, Files()) as tensors:
             return {name: tensors.read(name) for name in tensors.names}
     if path.suffix == _VALUES:
         return _load_nest(path)
-    place = _beside(path, _VALUES)
+    # Windlass 0.1 once wrote such a pair in place of a file of torch.save.
+    place = path.with_name(path.name + _VALUES)
     if place.exists():
         return _load_nest(place)
-    raise CheckpointError(
-        f"{path} was not written by Windlass, for there is no {place.name}; of other files only .safetensors are read: "
-        "reading a pickle can run any code"
-    )
+    raise CheckpointError(f"there is neither {path} nor {place.name} beside it")
 
 
 def _save_tensors(path: Path, tensors: Any) -> None:
@@ -89,6 +90,22 @@ def _save_tensors(path: Path, tensors: Any) -> None:
     files = Files()
     with files.replacing(path) as new:
         write_tensors(new, dict(tensors), {"format": "pt"}, files=files)
+
+
+def _save_for_torch(path: Path, values: Any) -> None:
+    """Write a file of `torch.save`. Scripts look for the name that they gave, and read the file with `torch.load`.
+
+    Objects are refused: a pickle with objects is read by running what it says.
+    """
+    encode(values)  # its error names the place of a value that is neither a tensor nor plain
+    files = Files()
+    with files.replacing(path) as new:
+        torch.save(values, new)
+        if names := set(get_unsafe_globals_in_checkpoint(new)) - _MORE:
+            raise CheckpointError(
+                f"{path.name} would hold a {min(names)}, which is neither a plain value nor a tensor"
+            )
+        files.sync_file(new)
 
 
 def _save_nest(path: Path, values: Any) -> None:
@@ -119,7 +136,3 @@ def _load_nest(path: Path) -> Any:
                 f"{path.name} was edited. Use an earlier save"
             )
         return decode(tree, tensors)
-
-
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)

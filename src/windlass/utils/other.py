@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.value_files import load_values, save_values
+from windlass.checkpoint.files import Files
+from windlass.compat.readers.torch_file import open_torch_file
 from windlass.compat.state import PartialState
 from windlass.core.device import visible_devices
 from windlass.core.optional import require
@@ -54,22 +56,28 @@ def save(
 
     Args:
         obj: for ".safetensors", a dict of tensors; else a nest of tensors and plain values.
-        f: the file. A name that ends in neither ".safetensors" nor ".json" gets ".json" appended, with one warning.
+        f: the file; its ending decides about the format, as for `Accelerator.save`.
         save_on_each_node: write on the main process of every machine.
-        safe_serialization: no effect, because pickle is never written.
+        safe_serialization: write a safetensors file under any name.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        save_values(Path(f), obj)
+        save_values(Path(f), obj, safe_serialization)
 
 
 def load(f: str | os.PathLike[str], map_location: torch.device | str | None = None) -> Any:
-    """Return what `save` wrote under this name, or the tensors of a safetensors file.
+    """Return what `save` wrote under this name, the tensors of a safetensors file, or the tensors and plain values of a
+    file of `torch.save`. Nothing in it is executed. Raises CheckpointError for other files.
 
     Args:
         map_location: the device of the tensors; None is the host.
     """
-    found = load_values(Path(f))
+    path = Path(f)
+    if path.suffix not in (".safetensors", ".json") and path.exists():
+        with open_torch_file(path, Files()) as file:
+            found = file.materialised(file.tree)
+    else:
+        found = load_values(path)
     return found if map_location is None else send_to_device(found, map_location)
 
 

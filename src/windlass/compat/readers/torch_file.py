@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -193,12 +194,13 @@ class _CheckedContent:
             return self.value(description)
         except CheckpointError:
             raise
-        except (TypeError, ValueError, RecursionError):
-            # A key without a hash, a number that is not hexadecimal.
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            # A key without a hash, a number that is not hexadecimal, an array of another size than its shape.
             raise self._error("its description is malformed") from None
 
     def value(self, found: Any) -> Any:
-        """A value: plain containers (an ordered map is a dict), numbers, text, bytes, dtypes, `StoredTensor`s."""
+        """A value: plain containers (an ordered map is a dict), numbers, text, bytes, arrays, dtypes,
+        `StoredTensor`s."""
         if isinstance(found, list):
             return [self.value(item) for item in found]
         if not isinstance(found, dict):
@@ -210,6 +212,10 @@ class _CheckedContent:
                 return dict(zip(map(self._key, items[::2]), map(self.value, items[1::2]), strict=True))
             case {"bytes": str(text)}:
                 return bytes.fromhex(text)
+            case {"array": [str(name), list(shape), str(order), str(text)]} if order in "CF":
+                # A copy, because an array over bytes cannot be changed.
+                flat = np.frombuffer(bytes.fromhex(text), dtype=name).copy()
+                return flat.reshape(shape, order="F" if order == "F" else "C")
             case {"dtype": str(name)}:
                 return self._dtype(name)
             case {"object": str(name)}:
