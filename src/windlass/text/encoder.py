@@ -16,6 +16,10 @@ from windlass.text.forms import Form, Row, RowError, is_conversational_row, stan
 from windlass.text.word_tokens import WordTokens
 
 _logger = get_logger(__name__)
+_NO_ASSISTANT = (
+    "assistant_only_loss=True, and the chat template marks no token as written by the assistant. Check the roles of the "
+    "row, and that the template has {% generation %} around the assistant's text."
+)
 
 
 @dataclass(slots=True)
@@ -165,8 +169,8 @@ class RowEncoder:
                 names.append("completion_mask")
             masks = [row[name] for name in names if name in row]
             labels = [i if all(bits) else IGNORED for i, *bits in zip(ids, *masks, strict=True)]
-            if "assistant_masks" in row:
-                self._check_assistant(any(row["assistant_masks"]), number)
+            if "assistant_masks" in row and not any(row["assistant_masks"]):
+                raise RowError(number, "its assistant_masks mark no token: correct the mask, or remove the row")
         # The collator pads again, and tokens of padding are none of the document.
         attended = row.get("attention_mask")
         if attended is not None and not all(attended):  # rows that were padded
@@ -195,7 +199,8 @@ class RowEncoder:
             if ranges is None:
                 labels = [*([IGNORED] * start), *row[start:]]
             else:
-                self._check_assistant(bool(ranges[at]), first + at)
+                if not ranges[at]:
+                    raise RowError(first + at, _NO_ASSISTANT)
                 labels = [IGNORED] * len(row)
                 for begin, end in ranges[at]:
                     labels[max(begin, start) : end] = row[max(begin, start) : end]
@@ -287,15 +292,6 @@ class RowEncoder:
             "End prompts at a token border, or use a chat template that renders a prompt equally in both cases.",
         )
         return length
-
-    def _check_assistant(self, has_target: bool, number: int) -> None:
-        if not has_target:
-            raise RowError(
-                number,
-                "assistant_only_loss=True, and the chat template marks no token as written by the "
-                "assistant. Check the roles of the row, and that the template has {% generation %} around the "
-                "assistant's text.",
-            )
 
     # -- length ------------------------------------------------------------------------------------------------------
 
