@@ -29,6 +29,8 @@ def test_two_different_system_messages_are_refused() -> None:
 def test_a_system_message_without_a_template_is_refused() -> None:
     row = {"instruction": "Why?", "output": "So.", "system": "Be brief."}
     assert standardised(row, Form.ALPACA, "text", True)["prompt"] == [SYSTEM, USER]
-    with pytest.raises(DataError, match="column 'system' has a text, and Alpaca's prompt has no place for it"):
+    with pytest.raises(
+        DataError, match="column 'system' has a text, and Alpaca's prompt has no place for it"
+    ):
         standardised(row, Form.ALPACA, "text", False)
     assert standardised({**row, "system": None}, Form.ALPACA, "text", False)["completion"] == "So."

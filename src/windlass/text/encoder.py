@@ -17,8 +17,8 @@ from windlass.text.word_tokens import WordTokens
 
 _logger = get_logger(__name__)
 _NO_ASSISTANT = (
-    "assistant_only_loss=True, and the chat template marks no token as written by the assistant. Check the roles of the "
-    "row, and that the template has {% generation %} around the assistant's text."
+    "assistant_only_loss=True, and the chat template marks no token as written by the assistant. Check the roles of "
+    "the row, and that the template has {% generation %} around the assistant's text."
 )
 
 
@@ -170,7 +170,9 @@ class RowEncoder:
             masks = [row[name] for name in names if name in row]
             labels = [i if all(bits) else IGNORED for i, *bits in zip(ids, *masks, strict=True)]
             if "assistant_masks" in row and not any(row["assistant_masks"]):
-                raise RowError(number, "its assistant_masks mark no token: correct the mask, or remove the row")
+                raise RowError(
+                    number, "its assistant_masks mark no token: correct the mask, or remove the row"
+                )
         # The collator pads again, and tokens of padding are none of the document.
         attended = row.get("attention_mask")
         if attended is not None and not all(attended):  # rows that were padded

@@ -135,7 +135,9 @@ def _sharegpt(row: Row, _: str, __: bool, kinds: Collection[str]) -> dict[str, A
     messages = [*_system(row), *checked_messages(messages, "conversations", kinds)]
     if [message["role"] for message in messages[:2]] == ["system", "system"]:
         if messages[0]["content"] != messages[1].get("content"):
-            raise DataError("column 'system' and the conversation begin with different system messages; keep one")
+            raise DataError(
+                "column 'system' and the conversation begin with different system messages; keep one"
+            )
         del messages[0]
     return {"messages": messages, **extras}
 
