@@ -191,9 +191,7 @@ class RowEncoder:
         ids, ranges = self._tokens(texts, spans)
         starts = [0] * len(ids)
         if self._completion_only:
-            alone = self._tokens(prompts, None)[0]
-            if self._adds_eos:
-                alone = [prompt[:-1] for prompt in alone]
+            alone = self._alone(prompts)
             starts = [self._start(prompt, whole) for prompt, whole in zip(alone, ids, strict=True)]
         found = []
         for at, row in enumerate(ids):
@@ -277,6 +275,12 @@ class RowEncoder:
             token_ranges(offsets, where)
             for offsets, where in zip(encoded["offset_mapping"], spans, strict=True)
         ]
+
+    def _alone(self, prompts: list[str]) -> list[list[int]]:
+        """The tokens of prompts without what follows them."""
+        ids = self._tokens(prompts, None)[0]
+        # A tokenizer that puts the end token after a text takes a prompt for a whole one.
+        return [prompt[:-1] for prompt in ids] if self._adds_eos else ids
 
     def _start(self, prompt: list[int], whole: list[int]) -> int:
         """Where the completion begins: the length of the longest common prefix of the two sequences of ids."""
