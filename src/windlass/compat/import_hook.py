@@ -135,7 +135,7 @@ class _Answered(ModuleType):
         return getattr(self.library(), name) if found is None else found
 
     def _star(self) -> list[str]:
-        """The names of `from module import *`, each of which Python then asks for. Of a library without a list of them it
+        """The names of `from module import *`, each of which Python then asks for. Without a list of a library's own it
         would take what is in the dict of this module: nothing. A name that is refused would end the import.
         """
         library = self.library()
