@@ -117,6 +117,14 @@ def test_a_tracker_that_cannot_start_stops_before_training(tmp_path: Path) -> No
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_two_trackers_of_one_name_are_both_open(tmp_path: Path) -> None:
+    first, second = Recorder(), Recorder()
+    callbacks = [TrackingCallback([first, second])]
+    Trainer(Net(), arguments(tmp_path), train_dataset=rows(16), callbacks=callbacks).train()
+    assert "finish" not in [*first.kept, *second.kept]
+    assert logged(first) == logged(second) != []
+
+
 def test_a_tracker_that_did_not_start_is_tried_again(tmp_path: Path) -> None:
     """Also by the next report, which must not go to the trackers before it alone."""
 

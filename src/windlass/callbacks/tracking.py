@@ -19,7 +19,7 @@ from windlass.core.types import State
 logger = get_logger(__name__)
 _OPTIONS = ("trackio_space_id", "trackio_bucket_id")
 # The packages have one open run per process, so a run that starts ends that of an earlier Trainer.
-_open: dict[str, GeneralTracker] = {}
+_open: dict[str, list[GeneralTracker]] = {}
 
 
 class TrackingCallback(RowCallback):
@@ -84,12 +84,14 @@ class TrackingCallback(RowCallback):
         if self._running:
             return
         running = []
+        for name in self.names:  # before any starts: two of them may have one name
+            for earlier in _open.pop(name, ()):
+                _finish(earlier)
         for item in self._wanted:
             tracker = item if isinstance(item, GeneralTracker) else self._build(item, args, state)
-            _finish(_open.pop(tracker.name, None))
             with redacted_argv():
                 tracker.start()
-            _open[tracker.name] = tracker
+            _open.setdefault(tracker.name, []).append(tracker)
             running.append(tracker)
         # Not before all have started: after an error in one, the next report must not go to some of them alone.
         self._running, self._run_ids = running, {}
@@ -128,10 +130,8 @@ class TrackingCallback(RowCallback):
         self._run_ids = dict(state)
 
 
-def _finish(earlier: GeneralTracker | None) -> None:
+def _finish(earlier: GeneralTracker) -> None:
     """End the run of an earlier Trainer. A failure is one of that run, and must not keep another one from starting."""
-    if earlier is None:
-        return
     try:
         earlier.finish()
     except Exception as error:
