@@ -26,7 +26,8 @@ def export_command(options: argparse.Namespace) -> int:
     if options.merge:
         from windlass.finetuning.merging import merge_adapter
 
-        merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype)
+        source = local_path(options.checkpoint)
+        merge_adapter(source, target, options.base, how.dtype, how.max_shard_size)
         return _answer_sizes(options, target)
     source = open_folder(local_path(options.checkpoint))
     if options.quantize:
@@ -78,6 +79,9 @@ def _merge_problems(options: argparse.Namespace, form: str) -> list[Problem]:
     if options.merge and form != "hf":
         fix = "writes a folder for from_pretrained; name a folder as TARGET"
         problems.append(Problem("--merge", options.target, fix))
+    if options.merge and options.force:
+        fix = "a merge writes into a new folder only: leave it out, and name another or remove the earlier result"
+        problems.append(Problem("--force", True, fix))
     if options.merge and options.tensors == "optimizer":
         problems.append(Problem("--merge", True, "merges weights; leave out --tensors"))
     return problems

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_library
-from windlass.checkpoint.export import ExportOptions, export_folder
+from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_folder
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.stored import Folder, find_weights
 from windlass.checkpoint.strict_json import read
@@ -26,7 +26,11 @@ _PURPOSE = "merge an adapter"
 
 
 def merge_adapter(
-    adapter: Path, target: Path, base: str | None = None, dtype: torch.dtype | None = None
+    adapter: Path,
+    target: Path,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
     """Write the base with the adapter added to its weights into the folder `target`, with the tokenizer.
 
@@ -38,6 +42,7 @@ def merge_adapter(
         target: a new or empty folder.
         base: name or folder of the base; by default the one that the adapter names.
         dtype: of the result; by default that of the base.
+        max_shard_size: of a file with weights, in bytes.
 
     Raises:
         CheckpointError: there is no adapter, its base is not known, or the folder is not empty.
@@ -53,7 +58,7 @@ def merge_adapter(
     if dtype is not None:
         model = model.to(dtype)
     merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
-    merged.save_pretrained(target)
+    merged.save_pretrained(target, max_shard_size=max_shard_size)
     if (tokenizer := first_tokenizer((str(adapter), name))) is not None:
         tokenizer.save_pretrained(target)
 
