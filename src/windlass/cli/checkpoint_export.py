@@ -26,8 +26,7 @@ def export_command(options: argparse.Namespace) -> int:
     if options.merge:
         from windlass.finetuning.merging import merge_adapter
 
-        adapter = local_path(options.checkpoint)
-        merge_adapter(adapter, target, options.base, how.dtype, how.max_shard_size)
+        merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype, how.max_shard_size)
         return _answer_sizes(options, target)
     source = open_folder(local_path(options.checkpoint))
     if options.quantize:
