@@ -98,7 +98,7 @@ def test_a_tracker_that_fails_does_not_stop_training(
 ) -> None:
     class Broken(Recorder):
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            raise ConnectionError(f"the line of {tmp_path} is dead")
+            raise ConnectionError(f"at {step} the line is dead")  # another text each time
 
     trainer = train(tmp_path, Broken())
     assert trainer.state.global_step == 4

@@ -12,7 +12,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control
 from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_logger
 from windlass.core.redact import redact_value, redacted_argv
 from windlass.core.types import State
 
@@ -43,6 +43,7 @@ class TrackingCallback(RowCallback):
         wanted = [trackers] if isinstance(trackers, str | GeneralTracker) else list(trackers)
         self._wanted = filter_trackers(wanted, logging_dir="", field="report_to")
         self._running: list[GeneralTracker] = []
+        self._unreached: set[str] = set()  # trackers whose last metrics failed
         self._has_trained = False
         self._run_ids: dict[str, str] = {}
 
@@ -78,7 +79,11 @@ class TrackingCallback(RowCallback):
             try:
                 tracker.log(values, step=row["step"])
             except Exception as error:  # a lost connection must not end training
-                warn_once(logger, f"{tracker.name} received no metrics; training continues: {error!r}")
+                if tracker.name not in self._unreached:  # not by the message: errors of requests hold addresses
+                    logger.warning("%s received no metrics; training continues: %r", tracker.name, error)
+                self._unreached.add(tracker.name)
+            else:
+                self._unreached.discard(tracker.name)
 
     def _ensure_running(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._running:
