@@ -68,6 +68,7 @@ class RowEncoder:
         self._chats = is_conversational_row(first)
         self._completion_only = self._wants_completion(first)
         self._check_masks(first)
+        self._columns_of_first = frozenset(first)
         self._template = self._chat_template(first) if self._chats else None
         is_plain = not self._chats and self._kind != "tokens"
         self._eos = self._end_token() if is_plain else ""
@@ -157,6 +158,10 @@ class RowEncoder:
             names = ["assistant_masks"]
             if self._options.completion_only_loss is not False:
                 names.append("completion_mask")
+            for name in ("labels", *names):
+                if name in self._columns_of_first and name not in row:
+                    fix = "without it all of its tokens would be trained on"
+                    raise RowError(number, f"{name} is missing or null, and the first row has it: {fix}")
             masks = [row[name] for name in names if name in row]
             labels = [i if all(bits) else IGNORED for i, *bits in zip(ids, *masks, strict=True)]
             if "assistant_masks" in row and not any(row["assistant_masks"]):
