@@ -79,9 +79,8 @@ class TrackingCallback(RowCallback):
             try:
                 tracker.log(values, step=row["step"])
             except Exception as error:  # a lost connection must not end training
-                if (
-                    tracker.name not in self._unreached
-                ):  # not by the message: errors of requests hold addresses
+                # Not once for each message: errors of requests hold addresses, and differ each time.
+                if tracker.name not in self._unreached:
                     logger.warning("%s received no metrics; training continues: %r", tracker.name, error)
                 self._unreached.add(tracker.name)
             else:
