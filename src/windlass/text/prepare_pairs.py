@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,10 @@ def _number(value: Any, name: str, row: int) -> bool | int | float:
     if not isinstance(value, (bool, int, float)):
         kind = "is missing or null" if value is None else f"must hold numbers, not {type(value).__name__}"
         raise RowError(row, f"column {name!r} {kind}")
+    if isinstance(value, float) and not math.isfinite(
+        value
+    ):  # each such row would make the loss of its batch NaN
+        raise RowError(row, f"column {name!r} holds {value}, which is not a finite number")
     return value
 
 
