@@ -34,6 +34,17 @@ def test_an_empty_answer_is_its_end_token() -> None:
         assert plain.decode(found["prompt_ids"]) == "Say nothing."
 
 
+def test_a_label_is_true_or_false() -> None:
+    rows = [{"prompt": "a", "completion": " b", "label": label} for label in (True, False, 1, 0.0, -1)]
+    options = PairOptions(answers=("completion",))
+    with pytest.raises(
+        DataError, match=r"row 4: column 'label' holds -1, and must be true \(1\) or false \(0\)"
+    ):
+        prepare_pairs(rows, byte_tokenizer(), options, numbers=("label",))
+    found = prepare_pairs(rows[:4], byte_tokenizer(), options, numbers=("label",))
+    assert [bool(label) for label in found["label"]] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("margin", [math.nan, -math.inf])
 def test_numbers_that_are_not_finite_are_refused(margin: float) -> None:
     rows = [{**ROWS[0], "margin": 1}, {**ROWS[1], "margin": margin}]

@@ -22,6 +22,7 @@ from windlass.text.token_store import Prepared, kept
 from windlass.text.worker_pool import as_rows, encode, in_batches
 
 _logger = get_job_logger(__name__)
+LABEL = "label"  # if the answer of a row is a desirable one
 
 
 def prepare_pairs(
@@ -149,6 +150,8 @@ def _number(value: Any, name: str, row: int) -> bool | int | float:
         value
     ):  # each such row would make the loss of its batch NaN
         raise RowError(row, f"column {name!r} holds {value}, which is not a finite number")
+    if name == LABEL and value not in (0, 1):  # -1 is true, for Python and for tensors
+        raise RowError(row, f"column {name!r} holds {value}, and must be true (1) or false (0)")
     return value
 
 
