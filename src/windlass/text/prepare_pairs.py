@@ -146,9 +146,8 @@ def _number(value: Any, name: str, row: int) -> bool | int | float:
     if not isinstance(value, (bool, int, float)):
         kind = "is missing or null" if value is None else f"must hold numbers, not {type(value).__name__}"
         raise RowError(row, f"column {name!r} {kind}")
-    if isinstance(value, float) and not math.isfinite(
-        value
-    ):  # each such row would make the loss of its batch NaN
+    # Each such row would make the loss of its batch NaN.
+    if isinstance(value, float) and not math.isfinite(value):
         raise RowError(row, f"column {name!r} holds {value}, which is not a finite number")
     if name == LABEL and value not in (0, 1):  # -1 is true, for Python and for tensors
         raise RowError(row, f"column {name!r} holds {value}, and must be true (1) or false (0)")
