@@ -271,12 +271,9 @@ class FineTuner(Trainer):
         """Generate the answers of one evaluation, and return their metrics; by default there are none."""
         return {}
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """As `Trainer.log`; the reports of a run also have the means."""
-        if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
-            figures = self._derived(self._figures.read(training=True))
-            logs.update({name: value for name, value in figures.items() if name[0] != "_"})
-        super().log(logs, start_time)
+    def _reported_figures(self) -> dict[str, float]:
+        figures = self._derived(self._figures.read(training=True))
+        return {name: value for name, value in figures.items() if name[0] != "_"}
 
     def create_model_card(  # type: ignore[override]  # the order is TRL's
         self,

@@ -159,6 +159,7 @@ class KTOTrainer(ReferenceTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.loss_is_scaled_for_ga = False  # a mean over the answers of a batch
         self._begin_reports(_MEANS)
         self._begin_reference(own_collator=data_collator is not None)
 

@@ -964,6 +964,12 @@ class Trainer:
         reports.complete_logs(logs, self.state, count_tokens, start_time, first_tokens)
         self._services.events.add_log(logs)
 
+    def _reported_figures(self) -> dict[str, float]:
+        """What a report of the run has beside its losses; for subclasses. Every rank calls it, unlike `log`, which a
+        script may call on one of them.
+        """
+        return {}
+
     def data_facts(self) -> dict[str, Any]:
         """Return names and values that the report of a run shows of its data; override it. Empty by default."""
         return {}
