@@ -304,8 +304,6 @@ def _key_of(key: str, rows: PairRows) -> str:
 
 def _read(path: Path, shape: tuple[int, int]) -> NDArray[np.float64] | None:
     """The numbers of a file; None if it is missing or damaged."""
-    if not path.exists():
-        return None
     try:
         content = Files().read(path, _MOST)
     except (CheckpointError, OSError):

@@ -162,16 +162,10 @@ class MeanFigures:
         self._tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=self._device)
 
     def _read(self, state: State) -> Tensor:
-        values = state["sums"]
-        if "extremes" not in state:  # written before extremes were: the figures of an SFTTrainer
-            entropy, correct, targets, auxiliary, batches = values
-            values = [entropy, correct, auxiliary, targets, targets, batches]
-            if len(self.names) == 2:  # without experts
-                values = [entropy, correct, targets, targets]
-        return torch.tensor(values, dtype=self._dtype, device=self._device).view(2, -1)
+        return torch.tensor(state["sums"], dtype=self._dtype, device=self._device).view(2, -1)
 
     def _read_extremes(self, state: State) -> Tensor:
-        values = [-math.inf if value is None else value for value in state.get("extremes", ())]
+        values = [-math.inf if value is None else value for value in state["extremes"]]
         return torch.tensor(values, dtype=self._dtype, device=self._device)
 
     def adopt(self, states: list[State]) -> None:
