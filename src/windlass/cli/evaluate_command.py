@@ -62,9 +62,9 @@ def evaluate_command(words: Sequence[str]) -> int:
         apply_chat_template=options.apply_chat_template,
     )
     facts = _facts(name, options, model, found)
-    if options.output is not None:
-        write_whole(options.output, as_json(facts))
     answer(options, facts, _lines(facts, found))
+    if options.output is not None:  # after they are printed, because a disk may be full
+        write_whole(options.output, as_json(facts))
     for note in _notes(options, tokenizer, found):
         say(note, error=True)
     return 0
