@@ -271,7 +271,8 @@ class FineTuner(Trainer):
         """Generate the answers of one evaluation, and return their metrics; by default there are none."""
         return {}
 
-    def _reported_figures(self) -> dict[str, float]:
+    def reported_figures(self) -> dict[str, float]:
+        """Return the means over the batches since the last report. Collective."""
         figures = self._derived(self._figures.read(training=True))
         return {name: value for name, value in figures.items() if name[0] != "_"}
 

@@ -197,7 +197,7 @@ class TrainHooks:
 
     def reported_figures(self) -> dict[str, float]:
         """What a report of the run has beside its losses. Collective."""
-        return self._trainer._reported_figures()
+        return self._trainer.reported_figures()
 
     def log(self, logs: dict[str, Any], started: Moment | None) -> None:
         """Report `logs` of a training that began at `started`."""

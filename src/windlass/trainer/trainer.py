@@ -964,9 +964,9 @@ class Trainer:
         reports.complete_logs(logs, self.state, count_tokens, start_time, first_tokens)
         self._services.events.add_log(logs)
 
-    def _reported_figures(self) -> dict[str, float]:
-        """What a report of the run has beside its losses; for subclasses. Every rank calls it, unlike `log`, which a
-        script may call on one of them.
+    def reported_figures(self) -> dict[str, float]:
+        """Return what a report of the run has beside its losses; override it. Empty by default. Every rank calls it, so
+        that it may be collective; `log` is also called on single ranks, by scripts.
         """
         return {}
 
