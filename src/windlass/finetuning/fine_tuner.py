@@ -151,6 +151,7 @@ class FineTuner(Trainer):
             auxiliary: the load-balancing loss of experts, a mean over the batch, which counts `weight` times.
         """
         services, training = self._services, self.model.training
+        # Its rows are those of another batch, which has counted them.
         if services.loss.normaliser.filler if training else services.evaluator.filling:
             return
         if self._router_weight:
