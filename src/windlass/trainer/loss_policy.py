@@ -452,6 +452,6 @@ class LossPolicy:
         warn_once(
             logger,
             f"the loss {unread}is taken as a plain mean over each micro-batch: weighting it by the micro-batch's "
-            "target count, which is exact for an unweighted mean over labels that are not -100. For anything else, such "
-            "as a sum, return LossTerms(sum, weight), or accept `num_items_in_batch` and divide by it",
+            "target count, which is exact for an unweighted mean over labels that are not -100. For anything else, "
+            "such as a sum, return LossTerms(sum, weight), or accept `num_items_in_batch` and divide by it",
         )
