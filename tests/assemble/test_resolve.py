@@ -169,6 +169,16 @@ def test_updates_in_the_backward_clip_only_if_it_was_requested() -> None:
         plan_of(optim="lomo", max_grad_norm=1.0, torch_compile=True)
 
 
+def test_a_norm_that_was_given_contradicts_another_one_of_deepspeed() -> None:
+    """Also if it is the default: only one that was not given gives way."""
+    config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
+    assert plan_of(deepspeed=config).stability.max_grad_norm == 0.5
+    assert plan_of(deepspeed=config, max_grad_norm=0.5).stability.max_grad_norm == 0.5
+    for norm in (1.0, 0.7):
+        with pytest.raises(ConfigError, match=f"contradicts max_grad_norm={norm}"):
+            plan_of(deepspeed=config, max_grad_norm=norm)
+
+
 def test_a_memory_budget_is_the_compilers() -> None:
     options = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"memory_budget": 0.5}}
     plan = plan_of(torch_compile_backend="eager", torch_compile_blocks=True, **options)

@@ -90,6 +90,44 @@ def test_a_run_writes_and_posts_its_alerts(
     assert "secret" not in "".join(path.read_text() for path in tmp_path.glob("*.json*"))
 
 
+class LossOfStep(Trainer):
+    """The loss of each update is set, and has no gradient but 0."""
+
+    losses = (2.0, 1.0, 1.0, 1.6, 1.7, 1.0, 1.6, 1.0)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(**inputs)["loss"] * 0.0 + self.losses[self.state.global_step]
+
+
+def alerts_of(folder: Path) -> list[tuple[int, str]]:
+    return [
+        (found["step"], found["message"])
+        for found in read_metrics(folder / "metrics.jsonl")
+        if "alert" in found
+    ]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 5, 6])
+def test_a_resumed_run_alerts_as_an_uninterrupted_one(tmp_path: Path, stop: int) -> None:
+    """The lowest loss was reported before, and so was what still holds."""
+    options = {"logging_strategy": "steps", "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    for steps in (stop, 8):
+        args = arguments(tmp_path, max_steps=steps, alerts={"loss_rise": 0.5}, **options)
+        LossOfStep(Net(), args, train_dataset=rows(64)).train(resume_from_checkpoint=steps == 8)
+    rise = "the loss is 1.6, and was 1"
+    assert alerts_of(tmp_path) == [(4, rise), (7, rise)]
+
+
+def test_a_second_run_of_a_trainer_is_not_compared_with_the_first(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path, max_steps=3, logging_strategy="steps", logging_steps=1, alerts={"loss_rise": 0.5}
+    )
+    trainer = LossOfStep(Net(), args, train_dataset=rows(64))
+    trainer.train()
+    trainer.train()
+    assert alerts_of(tmp_path) == []
+
+
 LAST_WORDS = """
 from windlass.callbacks.alerts import Alerts
 alerts = Alerts({"loss_rise": 0.5, "data_wait": 0.5})

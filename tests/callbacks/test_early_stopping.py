@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trainer.small import Net, arguments, rows
 
+from windlass import Trainer, TrainerCallback
 from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.core.errors import ConfigError
 from windlass.core.events import TrainerControl, TrainerState
@@ -22,8 +25,9 @@ def stops_at(callback: Any, args: Any, values: list[float]) -> int | None:
         callback.on_evaluate(args, state, control, metrics={"eval_loss": value})
         if control.should_training_stop:
             return count
-        better = state.best_metric is None or (
-            value > state.best_metric if args.greater_is_better else value < state.best_metric
+        better = math.isfinite(value) and (
+            state.best_metric is None
+            or (value > state.best_metric if args.greater_is_better else value < state.best_metric)
         )
         state.best_metric = value if better else state.best_metric
     return None
@@ -58,6 +62,37 @@ def test_greater_is_better(make_args: Any) -> None:
 
 def test_nan_is_no_improvement(make_args: Any) -> None:
     assert stops_at(EarlyStoppingCallback(1), make_args(), [1.0, math.nan]) == 2
+    assert stops_at(EarlyStoppingCallback(2), make_args(), [math.nan] * 9) == 2, (
+        "a run that never had a number"
+    )
+    assert stops_at(EarlyStoppingCallback(2), make_args(), [math.inf, -math.inf, 1.0]) == 2
+    assert stops_at(EarlyStoppingCallback(2), make_args(), [math.nan, 5.0, 4.0, math.nan]) is None
+
+
+def test_the_count_of_an_earlier_run_is_not_saved_by_the_next_one(tmp_path: Path) -> None:
+    """Else a resume before the first evaluation would stop at once."""
+    options = {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "same"}
+    args = arguments(tmp_path, max_steps=12, save_strategy="steps", greater_is_better=True, **options)
+
+    def trainer() -> Trainer:
+        data = {"train_dataset": rows(24), "eval_dataset": rows(8)}
+        callbacks = [EarlyStoppingCallback(1)]
+        return Trainer(Net(), args, callbacks=callbacks, compute_metrics=lambda _: {"same": 1.0}, **data)
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise RuntimeError("it failed")
+
+    first = trainer()
+    first.train()
+    assert first.state.global_step == 8
+    first.add_callback(Fails())
+    with pytest.raises(RuntimeError, match="it failed"):
+        first.train()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,10 @@ def test_norms_above_the_limit_of_their_attempt_are_counted(tmp_path: Path) -> N
     norms = [(step * 37 % 11) / 10 for step in range(1, 21)]
     over = sum(norm > (0.45 if step <= 10 else 0.9) for step, norm in enumerate(norms, 1))
     assert page_data(read_run(tmp_path))["clip"] == {"at": 0.9, "over": over, "of": 20}
-    record["arguments"]["max_grad_norm"] = 0
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    assert page_data(read_run(tmp_path))["clip"] is None
+    for nothing in (0, math.inf, "Infinity"):
+        record["arguments"]["max_grad_norm"] = nothing
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        assert page_data(read_run(tmp_path))["clip"] is None
 
 
 def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.callbacks.test_report import NOTHING, arguments, log_run
+from tests.trainer.small import Net, rows
+from tests.trainer.small import arguments as short_run
 
+from windlass import Trainer
 from windlass.callbacks.metrics_log import read_rows
 from windlass.callbacks.page_file import PageRun, render_page
 from windlass.callbacks.page_tables import TrainingTime
-from windlass.callbacks.report import training_time
+from windlass.callbacks.report import summarised, training_time
 from windlass.callbacks.run_record import (
     RECORD,
     RunRecord,
@@ -104,6 +108,15 @@ def test_changed_arguments_are_those_that_were_set_without_secrets(tmp_path: Pat
         "use_cpu": True,
     }
     assert changed_arguments(TrainingArguments()) == {}
+
+
+def test_an_infinite_argument_is_json_and_has_a_page(tmp_path: Path) -> None:
+    """Gradients that are measured and not clipped: a common `max_grad_norm`."""
+    args = short_run(tmp_path, max_grad_norm=math.inf, max_steps=2, logging_strategy="steps", logging_steps=1)
+    Trainer(Net(), args, train_dataset=rows(8)).train()
+    record = json.loads((tmp_path / RECORD).read_text(), parse_constant=pytest.fail)
+    assert record["arguments"]["max_grad_norm"] == "Infinity"
+    assert '"grad_norm"' in render_page([summarised(read_run(tmp_path))])
 
 
 def test_each_setting_has_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,59 @@ def test_a_tracker_that_cannot_start_stops_before_training(tmp_path: Path) -> No
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_tracker_that_did_not_start_is_tried_again(tmp_path: Path) -> None:
+    """Also by the next report, which must not go to the trackers before it alone."""
+
+    class Second(Recorder):
+        name = "second"
+
+        def start(self) -> None:
+            super().start()
+            if len(self.kept) == 1:
+                raise PermissionError("no key")
+
+    first, second = Recorder(), Second()
+    callbacks = [TrackingCallback([first, second])]
+    trainer = Trainer(Net(), arguments(tmp_path), eval_dataset=rows(8), callbacks=callbacks)
+    with pytest.raises(PermissionError, match="no key"):
+        trainer.evaluate()
+    trainer.evaluate()
+    assert len(logged(first)) == len(logged(second)) == 1
+
+
+def test_an_earlier_run_that_cannot_be_ended_does_not_keep_the_next_from_starting(
+    tmp_path: Path, log_lines: pytest.LogCaptureFixture
+) -> None:
+    class Lost(Recorder):
+        def finish(self) -> None:
+            raise ConnectionError("the line is dead")
+
+    train(tmp_path / "a", Lost())
+    second = Recorder()
+    train(tmp_path / "b", second)
+    assert len(logged(second)) > 0
+    assert (
+        "the earlier run of notes could not be ended: ConnectionError('the line is dead')" in log_lines.text
+    )
+
+
+def test_a_fresh_training_does_not_continue_the_run_that_one_before_it_was_resumed_from(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("tensorboard")
+    args = arguments(tmp_path, report_to="tensorboard", save_strategy="steps", save_steps=2, max_steps=4)
+    data = {"train_dataset": rows(16), "eval_dataset": rows(8)}
+    Trainer(Net(), args, **data).train()
+    trainer = Trainer(Net(), args, **data)
+    (tracking_callback,) = trainer.callback_handler.of_kind(TrackingCallback)
+    trainer.evaluate()  # opens a run, which the resumed training keeps
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (saved,) = tracking_callback.state_dict().values()
+    args.run_name = "another"
+    trainer.train()
+    assert list(tracking_callback.state_dict().values()) == ["another"] != [saved]
+
+
 def test_arguments_and_the_models_configuration_go_along(tmp_path: Path) -> None:
     tracker = Recorder()
     args = arguments(tmp_path, hub_token=None, run_name="small", max_steps=1)

@@ -44,6 +44,16 @@ def test_columns_are_renamed_and_messages_found() -> None:
         arranged("file:1", {"q": "one", "dialog": "two"}, data)
 
 
+@pytest.mark.parametrize("row", [{"q": "one", "text": "two"}, {"text": "two", "q": "one"}])
+def test_a_renamed_column_takes_the_place_of_another(row: dict[str, str]) -> None:
+    assert arranged("file:1", row, DataSpec(rename={"q": "text"})) == {"text": "one"}
+    assert arranged("file:1", row, DataSpec(rename={"q": "text", "text": "q"})) == {"text": "one", "q": "two"}
+    # Files of a mixture may have different names for one column.
+    assert arranged("file:1", {"text": "two"}, DataSpec(rename={"q": "text"})) == {"text": "two"}
+    with pytest.raises(DataError, match=r"file:1: data.rename calls 2 of its columns 'a'"):
+        arranged("file:1", row, DataSpec(rename={"q": "a", "text": "a"}))
+
+
 @pytest.mark.parametrize("text", ["{0}", "{}", "{a.b}", "{a!r}", "{a:>3}", "{a", "a}"])
 def test_a_format_names_columns_alone(text: str) -> None:
     with pytest.raises(ValueError, match=r"does not name a column|expected '}'|Single '}'"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,26 @@ def test_a_newcomer_gets_an_adapter_and_a_sample(
     assert main(["train", name, *small(problems, "training.max_steps=3"), "--resume"]) == 0
     assert (run / "base" / "model.safetensors").stat().st_mtime_ns == before, "the base is trained once"
     assert (run / "metrics.jsonl").read_text().count('"base"') == 0
+
+
+def test_the_base_of_a_run_stays_and_another_run_gets_another(
+    problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = problems.parent / "run" / "base" / "model.safetensors"
+    words = ["train", "sft-gsm8k", *small(problems, "adapter.r=2")]
+    assert main(words) == 0
+    first = weights.read_bytes()
+    # The file has other rows now, of which a new tokenizer has as many entries.
+    problems.write_text(problems.read_text().replace("Tom has", "Zoe and Yak saw"))
+    assert main([*words, "training.max_steps=3", "--resume"]) == 0
+    assert weights.read_bytes() == first
+    assert main([*words, "base.max_steps=3", "training.max_steps=4", "--resume"]) == 2
+    assert "base.max_steps=3: the run that is resumed began with 2" in capsys.readouterr().err
+    assert weights.read_bytes() == first
+    for checkpoint in (problems.parent / "run").glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert main(words) == 0
+    assert weights.read_bytes() != first
 
 
 def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:

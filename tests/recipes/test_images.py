@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,20 @@ def test_a_folder_of_each_class(tmp_path: Path, photos: Path) -> None:
     assert train.shape == (3, 4, 4)
     for row in (*(train[i] for i in range(6)), held[0], held[1]):
         assert torch.equal(row["pixel_values"], torch.full((3, 4, 4), 2.0 * row["labels"] - 1))
+
+
+def test_few_images_are_of_each_class(tmp_path: Path, photos: Path) -> None:
+    train, held, names = load_images(recipe(tmp_path, photos, "data.max_samples=4").data, seed=1)
+    assert (names, len(train)) == (["black", "white"], 3)
+    assert held is not None
+    labels = sorted(row["labels"] for row in (train[0], train[1], train[2], held[0]))
+    assert labels == [0, 0, 1, 1]
+
+
+def test_one_class_is_refused(tmp_path: Path, photos: Path) -> None:
+    shutil.rmtree(photos / "white")
+    with pytest.raises(DataError, match=r"photos: has images of one class only \(black\); two are needed"):
+        load_images(recipe(tmp_path, photos).data, seed=1)
 
 
 def test_an_unreadable_image_is_named(tmp_path: Path, photos: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,15 @@ def test_folder_gives_file_and_label(tmp_path: Path) -> None:
     ]
 
 
+def test_few_records_of_a_folder_are_of_each_class(tmp_path: Path) -> None:
+    for label in ("neg", "pos"):
+        (tmp_path / label).mkdir()
+        for number in range(3):
+            (tmp_path / label / f"{number}.txt").write_text(f"{label} {number}")
+    records = read_records(str(tmp_path), DataSpec(max_samples=4))
+    assert [values["text"] for _, values in records] == ["neg 0\n", "neg 1\n", "pos 0\n", "pos 1\n"]
+
+
 def test_txt_is_one_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\ntwo")
@@ -168,6 +178,14 @@ def test_python_docs_are_there() -> None:
         ("a.csv", b'text,label\n"x,1\n', ["a.csv:2", "unexpected end"]),
         ("a.tsv", b"text\tlabel\nx\t1\t2\n", ["a.tsv:2", "3 columns, 2 expected"]),
         ("a.txt", b" \n", ["a.txt", "no records"]),
+        ("a.csv", b"text,label,text\nx,1,y\n", ["a.csv:1", "several columns have the name 'text'"]),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n')[:-9],
+            ["a.jsonl.gz: cannot be read", "ended before"],
+        ),
+        ("a.jsonl.gz", b'{"text": "x"}\n', ["a.jsonl.gz: cannot be read", "Not a gzipped file"]),
+        ("a.bin", b"x", ["a.bin: unknown file ending", ".jsonl", "set data.format"]),
         ("a.parquet", b"not parquet", ["a.parquet", "parquet file"]),
     ],
 )

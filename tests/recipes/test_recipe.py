@@ -161,6 +161,26 @@ def test_broken_yaml_and_missing_recipe_name_the_file(tmp_path: Path) -> None:
     assert "missing.yaml" in complaint(tmp_path / "missing.yaml")[0]
 
 
+@pytest.mark.parametrize(
+    ("lines", "field"),
+    [
+        ("1: 2", "1"),
+        ("true: 3", "true"),
+        ("data: {1: 2}", "data.1"),
+        ("training: {1: 2}", "training.1"),
+        ("data: {mixture: {1: 2}}", "data.mixture.1"),
+        ("model: {config: {null: 2}}", "model.config.null"),
+    ],
+)
+def test_a_key_that_is_not_text_is_reported(lines: str, field: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"task: causal-lm\n{lines}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(tmp_path / "recipe.yaml")
+    (problem,) = caught.value.problems
+    assert problem.field.endswith(f"recipe.yaml:2: {field}")
+    assert "quote it" in problem.fix
+
+
 def test_shorthands(tmp_path: Path, text: Path) -> None:
     body = f"data: {text}\nmodel: gpt2\nsample: Once upon\n"
     recipe = load_recipe(write(tmp_path, body))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +58,20 @@ def test_labels_are_ordered_by_value() -> None:
     assert splits.label_names(records(["10", "9", "9"], "label"), "label") == ["9", "10"]
     assert splits.label_names(records(["pos", "neg"], "label"), "label") == ["neg", "pos"]
     assert splits.label_ids(records(["pos", "neg"], "label"), "label", ["neg", "pos"]) == [1, 0]
+    assert splits.label_names(records(["--1", "²", "1"], "label"), "label") == ["--1", "1", "²"]
+
+
+def test_labels_of_one_value_have_one_order_in_all_processes() -> None:
+    code = (
+        "from windlass.recipes.splits import label_names\n"
+        "print(label_names([('row', {'label': word}) for word in ('1', '01', '001', '0001', '2')], 'label'))"
+    )
+    for seed in ("1", "2", "3", "4"):  # of the hashes by which a set is ordered
+        environ = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "['0001', '001', '01', '1', '2']\n"
 
 
 def test_one_class_and_unknown_class_are_refused() -> None:

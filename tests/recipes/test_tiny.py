@@ -105,6 +105,24 @@ def test_what_the_command_line_sets_stays() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("task: [sft]\n", "task"),
+        ("task: sft\ndata: {mixture: 5}\n", "data.mixture"),
+        ("task: sft\nbase: {config: [1]}\n", "base.config"),
+        ("model: {config: [1]}\n", "model.config"),
+        ("training: 3\n", "training"),
+        ("task: sft\ndata: 3\n", "data"),
+    ],
+)
+def test_values_of_other_types_are_reported(text: str, field: str) -> None:
+    Path("mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("mine.yaml", tiny=True)
+    assert field in [problem.field.rpartition(": ")[2] for problem in caught.value.problems]
+
+
 def test_data_that_is_here_is_read(tmp_path: Path) -> None:
     Path("mine.tsv").write_text("".join(f"text {n}\tclass{n % 2}\n" for n in range(100)))
     Path("mine.yaml").write_text(

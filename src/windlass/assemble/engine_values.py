@@ -49,11 +49,13 @@ def with_engine(
 
 
 def engine_clipping(args: TrainingArguments, zero: ZeroPlan | None) -> float:
-    """`max_grad_norm`; the number in a configuration of DeepSpeed comes before its default."""
-    default = default_of(type(args).__dataclass_fields__["max_grad_norm"])
+    """`max_grad_norm`; the number in a configuration of DeepSpeed comes before its default, unless that was given."""
     given = None if zero is None else zero.config.get("gradient_clipping")
     own: float = args.max_grad_norm
-    return given if isinstance(given, int | float) and own == default else own
+    default = default_of(type(args).__dataclass_fields__["max_grad_norm"])
+    # Also by value: copies of arguments do not know what was given.
+    untouched = own == default and not args.is_given("max_grad_norm")
+    return given if isinstance(given, int | float) and untouched else own
 
 
 def engine_schedule(plan: CallPlan, steps: int, warmup: int) -> dict[str, Any] | None:

@@ -9,10 +9,10 @@ import os
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from windlass.callbacks.rows import Row, is_number
+from windlass.callbacks.rows import Row, as_json, is_number
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_logger
 
@@ -75,22 +75,34 @@ class Alerts:
         """Called when training begins, and after each checkpoint."""
         self._saved_at = self._clock()
 
+    def begin(self, rows: Callable[[], Iterable[Row]]) -> None:
+        """Called when a run begins, and after it rolled back. `rows` returns what was reported before: a resumed run
+        alerts of what an uninterrupted one does, and not again of what still holds.
+        """
+        self._lowest, self._holding = math.inf, set()
+        for row in rows() if self._rules else ():
+            self._begun(as_json(row))
+
     def check(self, row: Row) -> list[Row]:
         """Return the rows of the alerts that this report gives; each is logged and sent."""
+        return [self._alert(rule, message, row) for rule, message in self._begun(row)]
+
+    def _begun(self, row: Row) -> list[tuple[str, str]]:
+        """The rules that begin to hold with this report, each with its message."""
         if not self._rules or row.get("event") != "log":
             return []
-        alerts = []
+        begun = []
         for rule, limit in self._rules.items():
             message = getattr(self, f"_{rule}")(row, limit)
             if message is None:
                 self._holding.discard(rule)
             elif rule not in self._holding:
                 self._holding.add(rule)
-                alerts.append(self._alert(rule, message, row))
+                begun.append((rule, message))
         loss = row.get("loss")
         if isinstance(loss, float) and math.isfinite(loss):
             self._lowest = min(self._lowest, loss)
-        return alerts
+        return begun
 
     def _alert(self, rule: str, message: str, row: Row) -> Row:
         logger.warning("alert %s at step %d: %s", rule, row["step"], message)

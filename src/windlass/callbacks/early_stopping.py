@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from windlass.callbacks.rows import Logs
@@ -20,7 +21,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops training after `early_stopping_patience` evaluations in a row without improvement.
 
     An evaluation improves if `metric_for_best_model` is better than `state.best_metric`, the best of the evaluations
-    before it, by more than the threshold. `greater_is_better` sets the direction.
+    before it, by more than the threshold. `greater_is_better` sets the direction. The first finite metric is an
+    improvement; NaN and the infinities never are.
 
     Args:
         early_stopping_patience: evaluations without improvement, at least 1.
@@ -60,7 +62,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             fix = "EarlyStoppingCallback requires an evaluation strategy of 'steps' or 'epoch'"
             problems.append(Problem("eval_strategy", str(getattr(args.eval_strategy, "value", "no")), fix))
         refuse(problems)
-        if state.global_step and self.has_stopped:
+        if not state.global_step:
+            # Of an earlier run of this object: its count must not be in checkpoints before this run's first evaluation.
+            self.early_stopping_patience_counter = 0
+        elif self.has_stopped:
             # Restored from a checkpoint saved after the decision, of a run that was interrupted before it could end.
             logger.warning(
                 "EarlyStoppingCallback has stopped this run already (%d evaluations without improvement). To continue, "
@@ -96,17 +101,19 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_metric_value(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metric_value: float
     ) -> None:
-        """Reset the counter after an improvement, else increment it. A NaN is never an improvement on a number.
+        """Reset the counter after an improvement, else increment it.
 
         Args:
             args: `greater_is_better` is read.
-            state: `best_metric` is read, the best before this evaluation; None: this one is an improvement.
+            state: `best_metric` is read, the best before this evaluation; None: no evaluation had a finite metric.
             control: not read.
             metric_value: the metric of this evaluation.
         """
         best = state.best_metric
         gain = 0.0 if best is None else metric_value - best if args.greater_is_better else best - metric_value
-        if best is None or (gain > 0.0 and gain > self.early_stopping_threshold):
+        improves = best is None or (gain > 0.0 and gain > self.early_stopping_threshold)
+        # `best_metric` is never set to NaN or an infinity: without this, a run that only has such metrics never stops.
+        if improves and math.isfinite(metric_value):
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1

@@ -75,6 +75,7 @@ class MetricsLogCallback(RowCallback):
         self._began = Moment()
         self._alerts.saved()
         self._file.begin(state.global_step)
+        self._alerts.begin(self._reported if state.global_step else list)
 
     def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._alerts.saved()
@@ -85,6 +86,11 @@ class MetricsLogCallback(RowCallback):
             return
         self._waiting = [row for row in self._waiting if row["step"] <= state.global_step]
         self._file.roll_back(state.global_step)
+        self._alerts.begin(self._reported)
+
+    def _reported(self) -> list[Row]:
+        """The rows of this run up to now."""
+        return [*whole_rows(self.path)[0], *self._waiting]
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._file.end()

@@ -158,11 +158,16 @@ def _largest_norms(view: RunView) -> list[tuple[float, float]]:
     limit = view.arguments.get("max_grad_norm", _NORM)
     found = []
     for attempt in reversed(view.attempts):
-        found.append((attempt.began, float(limit) if is_number(limit) else 0.0))
+        found.append((attempt.began, _norm(limit)))
         before = attempt.changed.get("max_grad_norm")
         if isinstance(before, list) and before:
             limit = _NORM if before[0] is None else before[0]
-    return found[::-1] or [(0.0, float(limit) if is_number(limit) else 0.0)]
+    return found[::-1] or [(0.0, _norm(limit))]
+
+
+def _norm(limit: Any) -> float:
+    """A `max_grad_norm`; 0 for one that clips nothing, as an infinite one."""
+    return float(limit) if is_number(limit) and math.isfinite(limit) else 0.0
 
 
 def _columns(points: Sequence[Point], bad: int, of: int, limit: int) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def row_of(event: str, state: TrainerState, metrics: Metrics) -> Row:
         if name in ("step", "epoch"):  # log records carry them too
             continue
         target = timing if is_timing(name) else row
-        target[f"metric.{name}" if name in _RESERVED else name] = _as_json(value)
+        target[f"metric.{name}" if name in _RESERVED else name] = as_json(value)
     measured_speed = run_clock().row if event == "log" else {}
     return {**row, "timing": {**timing, **measured_speed, "wall": time.time()}}
 
@@ -120,13 +120,13 @@ def _kind(logs: Metrics) -> str:
     return "evaluate" if any(runtimes) or any(name.startswith("eval_") for name in logs) else "log"
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return plain data with strings for the floats that JSON cannot represent."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
-    return [_as_json(item) for item in value] if isinstance(value, list) else value
+        return {key: as_json(item) for key, item in value.items()}
+    return [as_json(item) for item in value] if isinstance(value, list) else value
 
 
 def revived(value: Any) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 from windlass import __version__
 from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
 from windlass.callbacks.metrics_log import read_rows
+from windlass.callbacks.rows import as_json
 from windlass.config.arguments import TrainingArguments, describe, settings_beside, source_of
 from windlass.config.parallel.sources import from_environment
 from windlass.config.parallel.table import KEYS
@@ -112,7 +113,8 @@ class RunRecord:
                 "sessions": [*earlier, session],
                 "trained": dict(trained),
                 "end": None,
-                **plain_metrics(redact_value("facts", facts)),
+                # `max_grad_norm` may be infinite, for which JSON has no number.
+                **as_json(plain_metrics(redact_value("facts", facts))),
             }
             if changed := _changes(arguments_before, self._record["arguments"]):
                 session["changed"] = changed

@@ -60,6 +60,8 @@ class TrackingCallback(RowCallback):
     ) -> None:
         if self._has_trained:
             self._running = []  # a second training is another run; opening it ends the first one
+        if not state.global_step:
+            self._run_ids = {}  # of a checkpoint that an earlier run was resumed from or rolled back to
         self._has_trained = True
         self.setup(args, state, model)
 
@@ -81,16 +83,16 @@ class TrackingCallback(RowCallback):
     def _ensure_running(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._running:
             return
+        running = []
         for item in self._wanted:
             tracker = item if isinstance(item, GeneralTracker) else self._build(item, args, state)
-            earlier = _open.pop(tracker.name, None)
-            if earlier is not None:
-                earlier.finish()
+            _finish(_open.pop(tracker.name, None))
             with redacted_argv():
                 tracker.start()
             _open[tracker.name] = tracker
-            self._running.append(tracker)
-        self._run_ids = {}
+            running.append(tracker)
+        # Not before all have started: after an error in one, the next report must not go to some of them alone.
+        self._running, self._run_ids = running, {}
 
     def _build(self, name: str, args: TrainingArguments, state: TrainerState) -> GeneralTracker:
         facts = RunFacts(
@@ -124,6 +126,16 @@ class TrackingCallback(RowCallback):
     def load_state_dict(self, state: State) -> None:
         """Continue these runs when training begins; a run that is open already is kept."""
         self._run_ids = dict(state)
+
+
+def _finish(earlier: GeneralTracker | None) -> None:
+    """End the run of an earlier Trainer. A failure is one of that run, and must not keep another one from starting."""
+    if earlier is None:
+        return
+    try:
+        earlier.finish()
+    except Exception as error:
+        logger.warning("the earlier run of %s could not be ended: %r", earlier.name, error)
 
 
 def sent_values(row: Row) -> dict[str, Any]:

@@ -33,14 +33,7 @@ REFERENCE_ADAPTER = "ref"
 
 
 class Reference:
-    """Computes log-probabilities of answers under the reference. Subclasses define `_model`.
-
-    Args:
-        is_fixed: the reference has no dropout in training mode either, so its mode need not be changed.
-    """
-
-    def __init__(self, is_fixed: bool) -> None:
-        self._is_fixed = is_fixed
+    """Computes log-probabilities of answers under the reference. Subclasses define `_model`."""
 
     @contextlib.contextmanager
     def _model(self, trained: nn.Module) -> Iterator[nn.Module]:
@@ -52,16 +45,16 @@ class Reference:
         self, trained: nn.Module, inputs: Mapping[str, Any], ld_alpha: float | None = None
     ) -> Tensor:
         """The log-probability of each answer, shape (rows,); see `answer_log_probabilities`."""
-        with self._model(trained) as model, torch.no_grad():
-            with contextlib.nullcontext() if self._is_fixed else evaluating(model):
-                return answer_log_probabilities(model, inputs, ld_alpha).sums
+        # In evaluation mode also without dropout: a model may read its shares from its configuration, or draw noise for
+        # its router.
+        with self._model(trained) as model, evaluating(model):
+            return answer_log_probabilities(model, inputs, ld_alpha).sums
 
 
 class SecondModel(Reference):
     """A frozen model beside the trained one. `module` is prepared for the devices of the run."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(is_fixed=True)
         self.module = module
 
     @contextlib.contextmanager
@@ -76,8 +69,7 @@ class WithoutAdapter(Reference):
         adapted: the peft model.
     """
 
-    def __init__(self, adapted: Any, is_fixed: bool) -> None:
-        super().__init__(is_fixed)
+    def __init__(self, adapted: Any) -> None:
         self._adapted = adapted
 
     @contextlib.contextmanager
@@ -112,7 +104,6 @@ class ReferenceChoice:
 
     model: nn.Module  # the trained one
     given: nn.Module | None  # the reference that the script passed
-    is_fixed: bool  # no model has dropout
     precomputed: bool  # the reference is needed before training alone
 
     @property
@@ -133,9 +124,9 @@ class ReferenceChoice:
             given = freeze(self.given)
             return SecondModel(given if in_stages(given) else accelerator.prepare(given))
         if is_peft_model(self.model):
-            return WithoutAdapter(self.model, self.is_fixed)
+            return WithoutAdapter(self.model)
         if self.precomputed and not sharded:
-            return FirstModel(self.is_fixed)
+            return FirstModel()
         return SecondModel(accelerator.prepare(freeze(copy.deepcopy(self.model))))
 
 
@@ -158,18 +149,25 @@ def choose_reference(
     if args.sync_ref_model and adapted:
         fix = "needs a reference of its own, and with an adapter it is the model without it; leave it out"
         raise ConfigError(Problem("sync_ref_model", True, fix))
+    if args.sync_ref_model and ref_model is not None and _shapes(ref_model) != _shapes(base.model):
+        fix = "needs a `ref_model` with the parameters of the model, and without an adapter; leave it out"
+        raise ConfigError(Problem("sync_ref_model", True, fix))
     if args.disable_dropout:
         for model in (base.model, ref_model):
             if model is not None:
                 without_dropout(model)
     if adapted and had_adapter:
         keep_adapter(base.model)
-    return ReferenceChoice(base.model, ref_model, args.disable_dropout, args.precompute_ref_log_probs)
+    return ReferenceChoice(base.model, ref_model, args.precompute_ref_log_probs)
 
 
 def freeze(model: nn.Module) -> nn.Module:
     """`model`, in evaluation mode and without gradients."""
     return model.eval().requires_grad_(False)
+
+
+def _shapes(model: nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in model.parameters()]
 
 
 def keep_adapter(model: Any) -> None:
@@ -178,24 +176,38 @@ def keep_adapter(model: Any) -> None:
         return
     active = str(model.active_adapter)
     trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[active]))
+    before = _tensors(model)
+    config = copy.deepcopy(model.peft_config[active])
+    config.inference_mode = True  # some kinds refuse a second adapter that is trained
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # others are computed from the base, and change it
+    model.add_adapter(REFERENCE_ADAPTER, config)
     model.set_adapter(active)
-    own = dict(model.named_parameters())
+    tensors = _tensors(model)
     with torch.no_grad():
-        for name, parameter in own.items():
-            twin = own.get(name.replace(f".{active}.", f".{REFERENCE_ADAPTER}."))
-            if twin is not None and twin is not parameter:
-                twin.copy_(parameter)
-            parameter.requires_grad_(parameter in trainable)
+        for name in tensors.keys() - before.keys():
+            parts = name.split(".")
+            # The name of the adapter is the last part, or it is followed by those of weights.
+            parts[len(parts) - 1 - parts[::-1].index(REFERENCE_ADAPTER)] = active
+            tensors[name].copy_(tensors[".".join(parts)])
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trainable)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names."""
+    named = (model.named_parameters, model.named_buffers)
+    return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Set all dropout of a model to 0: its layers, and the shares that attention reads from its modules."""
+    """Set all dropout of a model to 0: its layers, and the shares that modules keep for functions."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        if "Dropout" in type(module).__name__:  # torch's six, and those of adapters
+            module.p = 0.0  # type: ignore[assignment]
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:  # `attention_dropout`, `resid_pdrop`, `layerdrop`
+                setattr(module, name, 0.0)
 
 
 logger = get_job_logger(__name__)

@@ -101,7 +101,7 @@ class ReferenceTrainer(FineTuner):
         if self.args.precompute_ref_log_probs:
             self._add_reference_to_datasets()
             if choice.given is None and self.ref_model is not None:  # a copy that training does not need
-                self._reference, self.ref_model = FirstModel(choice.is_fixed), None
+                self._reference, self.ref_model = FirstModel(), None
         elif self.args.sync_ref_model:
             assert self.ref_model is not None  # checked before
             self.accelerator.register_for_checkpointing(ReferenceState(self.ref_model))

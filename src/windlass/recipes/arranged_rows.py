@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import string
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,15 +38,26 @@ def columns_read(data: DataSpec) -> set[str]:
 
 
 def arranged(where: str, values: Mapping[str, Any], data: DataSpec) -> dict[str, Any]:
-    """Return a row with the columns that fine-tuning knows. Raises DataError if no format of prompts fits, or the
-    messages are not a list; names the row.
+    """Return a row with the columns that fine-tuning knows. Raises DataError if no format of prompts fits, two columns
+    are renamed to one, or the messages are not a list; names the row.
     """
-    row = {(data.rename or {}).get(name, name): value for name, value in values.items()}
+    row = _renamed(where, values, data.rename or {})
     if data.messages is not None:
         row["messages"] = _messages(where, row.pop(data.messages.column, None), data.messages)
     if formats := formats_of(data):
         row["prompt"] = _prompt(where, row, formats)
     return row
+
+
+def _renamed(where: str, values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A column that is renamed takes the place of one that had the new name: the recipe asks for it by name."""
+    taken = Counter(names[name] for name in values if name in names)
+    for name, count in taken.items():
+        if count > 1:
+            raise DataError(f"{where}: data.rename calls {count} of its columns {name!r}")
+    return {
+        names.get(name, name): value for name, value in values.items() if name in names or name not in taken
+    }
 
 
 def _messages(where: str, messages: Any, spec: MessagesSpec) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import typing
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
@@ -17,7 +18,15 @@ from windlass.core.locations import is_folder_name
 from windlass.core.optional import is_available
 from windlass.recipes.modelling import base_config, config_of
 from windlass.recipes.recipe_draft import RecipeDraft
-from windlass.recipes.schema import BUILT_IN, ENDINGS, PATHLESS, SHORTHANDS, DataSpec, Recipe, format_of
+from windlass.recipes.schema import (
+    BUILT_IN,
+    PATHLESS,
+    SHORTHANDS,
+    UNKNOWN_ENDING,
+    DataSpec,
+    Recipe,
+    format_of,
+)
 from windlass.recipes.task import Conflict
 from windlass.recipes.tasks import TASKS
 
@@ -62,6 +71,10 @@ def _sources(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
     elif opens_files and not data.train and not data.mixture:
         fix = "names the training data: a file, a folder or (format: hub) a hub name"
         yield "data.train", data.train, fix
+    for path, count in Counter([*(data.mixture or ())]).items():
+        if count > 1:
+            fix = f"names {path} {count} times; name it once, or give files weights: {{{path}: {count}}}"
+            yield "data.mixture", data.mixture, fix
     mixed = [(f"data.mixture.{path}", path) for path in data.mixture or ()]
     for key, source in (
         ("data.train", data.train),
@@ -83,7 +96,7 @@ def _path_problem(source: str, recipe: Recipe) -> str | None:
         return f"no such file or folder{_neighbour(path)}; a dataset of the hub needs data.format=hub"
     kind = format_of(source, recipe.data)
     if kind is None:
-        return f"unknown file ending (known: {', '.join(sorted(ENDINGS))}); set data.format"
+        return UNKNOWN_ENDING
     if problem := TASKS[recipe.task].file_problem(kind):
         return problem
     if (kind == "folder") != path.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
@@ -23,7 +24,7 @@ from windlass.data.collate_pad import default_data_collator
 from windlass.recipes.image_tuning import image_model
 from windlass.recipes.modelling import TextShape, base_config, build_model, check_model_type
 from windlass.recipes.samples import pack
-from windlass.recipes.schema import BaseSpec, ModelSpec, Recipe, RecipeParts
+from windlass.recipes.schema import BaseSpec, ModelSpec, Recipe, RecipeParts, field_names
 from windlass.recipes.splits import load_records
 from windlass.recipes.tuning_data import first_rows, takes_turns, tuning_rows, tuning_texts, tuning_tokenizer
 from windlass.text.forms import LocatedRows
@@ -140,7 +141,7 @@ def base_of(
     prepare(parts.train, "train")
     if parts.evaluation is not None:
         prepare(parts.evaluation, "eval")
-    return str(trained_base(parts.recipe, parts.tokenizer, texts, args))
+    return str(trained_base(parts, texts, args))
 
 
 def _begin_base(folder: Path, settings: str) -> None:
@@ -159,21 +160,57 @@ def _complete_base(folder: Path, settings: str) -> None:
     Files().write(folder / _SETTINGS, [settings.encode()])
 
 
-def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArguments) -> Path:
-    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists.
+def _settings_of(spec: BaseSpec, recipe: Recipe, tokenizer: Any) -> str:
+    """What the weights of a base depend on, as JSON. Its embeddings are in the order of the tokenizer's entries: a
+    tokenizer that was trained on other rows of the same file would give them other meanings.
+    """
+    entries = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    vocabulary = hashlib.sha256(entries).hexdigest()
+    return json.dumps({**asdict(spec), "data": asdict(recipe.data), "vocabulary": vocabulary}, sort_keys=True)
 
-    Raises KeyboardInterrupt if the user ends its training, which the next call continues.
+
+def _is_kept(folder: Path, settings: str, resumed: bool) -> bool:
+    """Return True for a complete base that is the one to use. Raises ConfigError if a resumed run asks for another."""
+    path = folder / _SETTINGS
+    if not path.is_file():
+        return False
+    before = path.read_text(encoding="utf-8")
+    if resumed and before != settings:
+        _refuse_other_base(before, settings)
+    return resumed or before == settings
+
+
+def _refuse_other_base(before: str, now: str) -> None:
+    """Raise ConfigError if a resumed run asks for another base than the one that it began with."""
+    settings, wanted = json.loads(before), json.loads(now)
+    refuse(
+        Problem(
+            f"base.{name}",
+            wanted[name],
+            f"the run that is resumed began with {settings.get(name)!r}, on whose base it was trained; put that back, "
+            "or start a new run in another folder (--output-dir)",
+        )
+        for name in field_names(BaseSpec)
+        if settings.get(name) != wanted[name]
+    )
+
+
+def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path:
+    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists. A
+    resumed run keeps the one that it began with, also if its data has changed since.
+
+    Raises:
+        ConfigError: a resumed run asks for another base. KeyboardInterrupt: the user ends its training, which the next
+            call continues.
     """
     from windlass.trainer.trainer import Trainer
     from windlass.zero.building import DividedBuilding
 
+    recipe, tokenizer = parts.recipe, parts.tokenizer
     spec = recipe.base or BaseSpec()
     folder = Path(args.output_path) / FOLDER
-    settings = json.dumps(
-        {**asdict(spec), "data": asdict(recipe.data), "vocabulary": len(tokenizer)}, sort_keys=True
-    )
-    found = folder / _SETTINGS
-    if found.is_file() and found.read_text(encoding="utf-8") == settings:
+    settings = _settings_of(spec, recipe, tokenizer)
+    if _is_kept(folder, settings, parts.resumed):
         return folder
     is_main = world_from_environment().is_main
     if is_main:
@@ -231,7 +268,8 @@ def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     chosen = chosen_answers(train)
     tokenizer = tuning_tokenizer(recipe, chosen, saved_tokenizer)
     turns = takes_turns(chosen, recipe.data.text_column) if chosen else False
-    return RecipeParts(recipe, tokenizer, train, held or None, takes_turns=turns)
+    resumed = saved_tokenizer is not None
+    return RecipeParts(recipe, tokenizer, train, held or None, takes_turns=turns, resumed=resumed)
 
 
 def chosen_answers(rows: LocatedRows) -> LocatedRows:

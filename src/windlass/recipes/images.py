@@ -10,6 +10,7 @@ import torch
 
 from windlass.core.errors import DataError
 from windlass.recipes.digits import WHITE, load_digits
+from windlass.recipes.readers import first_of_folders
 from windlass.recipes.schema import DataSpec
 from windlass.recipes.splits import hold_out
 from windlass.text.image_files import ImageFiles
@@ -52,7 +53,7 @@ def _read(path: Path, size: int | None) -> np.ndarray[Any, Any]:
 
 def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[str]]:
     """Return the training images, those of the evaluation (None without any), and the names of the classes. Raises
-    DataError if a folder has no images, or the evaluation has another class.
+    DataError if a folder has no images or only one class, or the evaluation has another class.
     """
     if data.format == "digits":
         images, digits = (values[: data.max_samples] for values in load_digits())
@@ -66,6 +67,8 @@ def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[
     if data.eval is None and data.eval_fraction:
         train, held = hold_out(train, f"{len(train)} images", data.eval_fraction, seed)
     names = sorted({label for _, label in train})
+    if len(names) < 2:
+        raise DataError(f"{data.train}: has images of one class only ({names[0]}); two are needed")
     sets = [_images(part, names, white, data.image_size) if part else None for part in (train, held)]
     assert sets[0] is not None
     return sets[0], sets[1], names
@@ -79,7 +82,9 @@ def _images(rows: list[tuple[Any, str]], names: list[str], white: float, size: i
 
 
 def _files(folder: Path, most: int | None) -> list[tuple[Any, str]]:
-    files = [file for file in sorted(folder.glob("*/*")) if file.suffix.lower() in ENDINGS][:most]
+    files = first_of_folders(
+        [file for file in sorted(folder.glob("*/*")) if file.suffix.lower() in ENDINGS], most
+    )
     if not files:
         raise DataError(f"{folder}: has no images ({', '.join(ENDINGS)}) in folders of their classes")
     return [(file, file.parent.name) for file in files]

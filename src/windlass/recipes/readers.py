@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -15,7 +17,7 @@ from windlass.core.errors import DataError
 from windlass.core.whole_file import parse_json
 from windlass.recipes.arranged_rows import columns_read
 from windlass.recipes.digits import digit_questions
-from windlass.recipes.schema import PATHLESS, DataSpec, format_of
+from windlass.recipes.schema import PATHLESS, UNKNOWN_ENDING, DataSpec, format_of
 from windlass.text.forms import COLUMNS, has_form
 from windlass.text.image_messages import COLUMNS as OF_IMAGES
 from windlass.text.tables import StoredRows, load_hub, parquet_rows
@@ -24,6 +26,8 @@ from windlass.text.tables import StoredRows, load_hub, parquet_rows
 Record = tuple[str, dict[str, Any]]
 # Cells of a csv file may be whole documents; the default limit of the csv module is 128 KiB.
 LONGEST_CELL = 1 << 30
+# What the gzip module raises besides OSError if a file is truncated or has wrong bytes.
+_OF_DAMAGED_GZIP = (EOFError, zlib.error)
 
 
 def read_records(source: str, data: DataSpec, split: str = "train") -> list[Record]:
@@ -35,7 +39,9 @@ def read_records(source: str, data: DataSpec, split: str = "train") -> list[Reco
         split: for the hub reader only.
     """
     kind = format_of(source, data)
-    records = _hub(source, data, split) if kind == "hub" else READERS[kind or ""](Path(source), data)
+    if kind is None:
+        raise DataError(f"{source}: {UNKNOWN_ENDING}")
+    records = _hub(source, data, split) if kind == "hub" else READERS[kind](Path(source), data)
     found = list(islice(records, data.max_samples))
     if kind not in PATHLESS:
         folder = Path(source).parent
@@ -59,13 +65,14 @@ def _placed(image: Any, folder: Path) -> Any:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number, line) without line ends. Only line feeds separate lines, as in other tools."""
     opened = gzip.open if path.suffix.lower() == ".gz" else open
-    with opened(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{number}: not UTF-8 text (byte {error.start} of the line)") from None
-            yield number, text.rstrip("\r\n")
+    try:
+        with opened(path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{number}: not UTF-8 text (byte {error.start} of the line)") from None
+    except (OSError, *_OF_DAMAGED_GZIP) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def _jsonl(path: Path, data: DataSpec) -> Iterator[Record]:
@@ -112,12 +119,14 @@ def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Itera
     lines = (line + "\n" for _, line in _lines(path))
     reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     names = list(data.columns) if data.columns else None
+    _refuse_twins("data.columns", names or [])
     try:
         for cells in reader:
             if not cells:
                 continue
             if names is None:
                 names = _header(path, cells, data)
+                _refuse_twins(f"{path}:1", names)
                 continue
             where = f"{path}:{reader.line_num}"
             if len(cells) != len(names):
@@ -139,6 +148,13 @@ def _header(path: Path, cells: list[str], data: DataSpec) -> list[str]:
             "data.columns='[text, label]'"
         )
     return cells
+
+
+def _refuse_twins(where: str, names: list[str]) -> None:
+    """Raise DataError if two columns have one name, by which only the second could be read."""
+    twins = [name for name, count in Counter(names).items() if count > 1 and name]
+    if twins:
+        raise DataError(f"{where}: several columns have the name {twins[0]!r}; give each a name of its own")
 
 
 def _txt(path: Path, data: DataSpec) -> Iterator[Record]:
@@ -169,9 +185,25 @@ def _parallel(path: Path, data: DataSpec) -> Iterator[Record]:
 def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
     """Each text file below `path` is a record, with the name of its folder as label."""
     endings = (".txt", ".text", ".md")
-    for file in sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file()):
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
+    for file in first_of_folders(files, data.max_samples):
         for where, values in _txt(file, data):
             yield where, {**values, data.label_column: file.parent.name}
+
+
+def first_of_folders(files: list[Path], most: int | None) -> list[Path]:
+    """Return at most `most` of sorted files, in their order: the first of each folder, then the second of each, and so
+    on. The first files as they are sorted may all have one class, that of the first folder.
+    """
+    if most is None:
+        return files
+    counts: Counter[Path] = Counter()
+
+    def turn(file: Path) -> int:
+        counts[file.parent] += 1
+        return counts[file.parent]
+
+    return sorted(sorted(files, key=turn)[:most])
 
 
 def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:

@@ -162,16 +162,22 @@ def open_recipe(
         from windlass.recipes.tiny import shrink
 
         check_installed("transformers", "run a recipe", extra="train")
-        shrink(draft)
+        wrong: list[Problem] = []
+        _section(Recipe, draft.values, (), draft, wrong)
+        if not wrong:  # else a value may be of any type; the check of the whole reports them with all others
+            shrink(draft)
     return check_draft(draft, asks_libraries=asks_libraries), draft
 
 
 def read_draft(
     path: str | Path | None, overrides: Sequence[str] = (), output_dir: str | None = None
 ) -> RecipeDraft:
-    """Return the values of a recipe and where each was set, unchecked; the arguments are those of `load_recipe`."""
+    """Return the values of a recipe and where each was set, of which only the types of keys are checked; the arguments
+    are those of `load_recipe`.
+    """
     draft = RecipeDraft.read(path or DEFAULT)
     draft.override(overrides)
+    refuse(draft.wrong_keys())
     if output_dir is not None:
         draft.put(("training", "output_dir"), output_dir)
     own = _own_data(draft)

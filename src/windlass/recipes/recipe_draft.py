@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.config.documents import Document, Keys, load, parse_override
+from windlass.config.documents import Document, Keys, load, one_line, parse_override
 from windlass.core.errors import ConfigError, Problem
 from windlass.recipes.built_in_recipes import recipe_path
 from windlass.recipes.schema import SHORTHANDS
@@ -58,6 +58,11 @@ class RecipeDraft:
                 if isinstance(section, dict) and not self.is_overridden(keys[0], other):
                     section.pop(other, None)
 
+    def wrong_keys(self) -> Iterator[Problem]:
+        """Yield a problem for each key that is not text: YAML reads `1:` and `true:` as values of other types."""
+        for keys, name in _keys_of_other_types(self.values, ()):
+            yield Problem(self.label(*keys), name, f"is not a name; quote it: {keys[-1]!r}")
+
     def section(self, name: str) -> Any:
         """Return the values of a section; an empty mapping if the recipe has none."""
         return self.values.get(name) or {}
@@ -105,3 +110,12 @@ class RecipeDraft:
                 if line is not None:
                     return f"{self._source}:{line}: {'.'.join(keys)}"
         return ".".join(keys)
+
+
+def _keys_of_other_types(values: Any, path: Keys) -> Iterator[tuple[Keys, object]]:
+    if isinstance(values, dict):
+        for name, value in values.items():
+            here = (*path, name if isinstance(name, str) else one_line(name))
+            if not isinstance(name, str):
+                yield here, name
+            yield from _keys_of_other_types(value, here)

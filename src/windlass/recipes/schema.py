@@ -77,7 +77,9 @@ class DataSpec:
     mlm_probability: float = setting(0.15, "share of the tokens that are hidden", bounds=BELOW_ONE)
     image_size: int | None = setting(None, "width and height that images are scaled to", bounds=at_least(1))
     max_samples: int | None = setting(
-        None, "use only the first so many records of each source", bounds=at_least(1)
+        None,
+        "use only the first so many records of each source; of a folder, in turn from each class",
+        bounds=at_least(1),
     )
     streaming: bool = setting(False, "read train while training, without loading it into memory")
     eval_rows: int | None = setting(
@@ -218,6 +220,7 @@ class RecipeParts:
         train, evaluation, test: sequences of samples; the last two are None without any.
         labels: names of the classes, in the order of their ids; empty without classes.
         takes_turns: samples are conversations, in the tokenizer's chat template.
+        resumed: they continue the run of a checkpoint, which has their tokenizer.
     """
 
     recipe: Recipe
@@ -227,6 +230,7 @@ class RecipeParts:
     labels: Sequence[str] = ()
     test: Any = None
     takes_turns: bool = False
+    resumed: bool = False
 
 
 ENDINGS = {
@@ -240,6 +244,7 @@ ENDINGS = {
     ".md": "txt",
     ".parquet": "parquet",
 }
+UNKNOWN_ENDING = f"unknown file ending (known: {', '.join(sorted(ENDINGS))}); set data.format"
 # Formats whose source is not a path.
 PYTHON_DOCS, DIGITS = "python-docs", "digits"
 PATHLESS = ("hub", PYTHON_DOCS, DIGITS)

@@ -66,9 +66,10 @@ def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[
 
 def label_names(train: list[Record], name: str) -> list[str]:
     """Return the two or more classes of the training data: numbers ordered by value, words alphabetically."""
-    found = set(map(str, column(train, name)))
-    whole = all(label.lstrip("-").isdigit() for label in found)
-    names = sorted(found, key=int) if whole else sorted(found)
+    # Sorted as text first: "1" and "01" are one number, and processes order the members of a set differently.
+    names = sorted(set(map(str, column(train, name))))
+    if all(label.removeprefix("-").isdecimal() for label in names):
+        names.sort(key=int)
     if len(names) < 2:
         raise DataError(
             f"column {name!r} of the training data has one class only ({names[0]}); two are needed"

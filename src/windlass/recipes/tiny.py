@@ -21,7 +21,6 @@ from windlass.recipes.tasks import TASKS
 
 logger = get_job_logger(__name__)
 
-_SECTIONS = ("data", "model", "tokenizer", "base", "sample", "training")
 # Sizes of a model, under the names that configurations have for them; smaller ones stay.
 _MODEL = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd"), 64),
@@ -62,12 +61,15 @@ _VOCABULARY = 300
 
 
 def shrink(draft: RecipeDraft) -> None:
-    """Replace values of a recipe by those of a tiny run: model, tokenizer, data and training. Raises ModelError if the
-    recipe has no `model.model_type`, and the config of the model that it names cannot be read.
+    """Replace values of a recipe by those of a tiny run: model, tokenizer, data and training.
+
+    Args:
+        draft: its values have the types that a recipe asks for.
+
+    Raises:
+        ConfigError: it has no `model.model_type`, and the config of the model that it names cannot be read.
     """
-    task = TASKS.get(draft.values.get("task", Recipe().task))
-    if task is None or not all(isinstance(draft.section(name), dict) for name in _SECTIONS):
-        return  # reported by the check of the whole
+    task = TASKS[draft.values.get("task", Recipe().task)]
     _shrink_model(draft, task)
     _shrink_data(draft, task)
     for section, key, most in _most(draft, task):

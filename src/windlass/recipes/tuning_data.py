@@ -79,7 +79,8 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     # A list has no weights: an epoch is all rows of all sources, once.
     weights = data.mixture if isinstance(data.mixture, dict) else None
     train = DatasetMixture(sources, weights, seed) if data.mixture else sources[data.train]
-    return RecipeParts(recipe, tuning_tokenizer(recipe, train, saved_tokenizer), train, held or None)
+    tokenizer = tuning_tokenizer(recipe, train, saved_tokenizer)
+    return RecipeParts(recipe, tokenizer, train, held or None, resumed=saved_tokenizer is not None)
 
 
 def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> RecipeParts:
@@ -95,7 +96,8 @@ def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> RecipeParts:
         rows = rows.skip(data.eval_rows)
     if data.max_samples is not None:
         rows = rows.take(data.max_samples)
-    return RecipeParts(recipe, tuning_tokenizer(recipe, rows, saved_tokenizer), rows, held or None)
+    tokenizer = tuning_tokenizer(recipe, rows, saved_tokenizer)
+    return RecipeParts(recipe, tokenizer, rows, held or None, resumed=saved_tokenizer is not None)
 
 
 def first_rows(rows: Any) -> Any:

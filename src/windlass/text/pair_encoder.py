@@ -68,12 +68,13 @@ class PairRows(Sequence[Any]):
         whole[self.kept] = values
         return PairRows(self.rows, self.answers, {**self.numbers, name: whole}, self.kept)
 
-    def summary(self, most: int | None, dropped: int) -> TextSummary:
-        """Count the sequences of a prompt and an answer, cut to `most` tokens."""
-        lengths = self.lengths
-        sequences = lengths[:, :1] + lengths[:, 1:]
+    def summary(self, options: PairOptions, dropped: int) -> TextSummary:
+        """Count the sequences of a prompt and an answer, cut as `options` say."""
+        prompts, answers, most = self.lengths[:, :1], self.lengths[:, 1:], options.max_length
+        sequences = prompts + answers
         cut = sequences if most is None else np.minimum(sequences, most)
-        trained = np.maximum(cut - lengths[:, :1], 0)
+        keeps_end = options.truncation_mode == "keep_end"
+        trained = np.minimum(answers, cut) if keeps_end else np.maximum(cut - prompts, 0)
         ids = self.rows.flat["input_ids"]
         return TextSummary(
             rows=len(self),

@@ -87,23 +87,23 @@ def within(
     lengths = rows.lengths
     longest = lengths[:, 0] + lengths[:, 1:].max(axis=1)
     if most is None:
-        return rows, rows.summary(most, 0)
+        return rows, rows.summary(options, 0)
     if options.truncation_mode == "error" and (longest > most).any():
         at = int(np.flatnonzero(longest > most)[0])
         raise RowError(int(rows.kept[at]), _too_long(int(longest[at]), most)).located(dataset)
     if options.truncation_mode == "keep_end":
-        return rows, rows.summary(most, 0)
+        return rows, rows.summary(options, 0)
     fits = longest <= most if whole_sequences else lengths[:, 0] < most
     lost = rows.kept[~fits]
     if not len(lost):
-        return rows, rows.summary(most, 0)
+        return rows, rows.summary(options, 0)
     shown = shown_places(dataset, lost.tolist(), len(lost))
     message = f"of the {name} dataset have {_what(whole_sequences)} max_length={most}: {shown}"
     if not fits.any():
         raise DataError(f"all {len(lost)} rows {message}. Raise max_length, or shorten the prompts")
     _logger.warning("dropped %d of %d rows: they %s", len(lost), len(fits), message.partition(" dataset ")[2])
     kept = rows.select(np.flatnonzero(fits))
-    return kept, kept.summary(most, len(lost))
+    return kept, kept.summary(options, len(lost))
 
 
 def _tokens(

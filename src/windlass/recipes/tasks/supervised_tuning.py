@@ -107,8 +107,9 @@ def _stream_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     elif data.train and (kind := format_of(data.train, data)) not in STREAMED:
         fix = f"{kind} is not read as a stream, which is {', '.join(STREAMED)}; leave it out"
         yield "data.streaming", True, fix
-    if data.prompt_column is not None:
-        fix = "columns of a stream are not renamed: call them prompt and completion, and leave this out"
-        yield "data.prompt_column", data.prompt_column, fix
+    for key in ("prompt_column", "prompt_format", "rename", "messages"):
+        if (value := getattr(data, key)) is not None:
+            fix = "columns of a stream are not renamed: call them prompt and completion or messages; leave this out"
+            yield f"data.{key}", value, fix
     if not isinstance(steps, int) or steps < 1:
         yield "training.max_steps", steps, "a stream has no length; set the number of updates"
