@@ -260,7 +260,9 @@ def test_a_loss_of_positions_that_does_not_read_its_count_is_taken_as_a_mean(
 
     said: list[str] = []
     monkeypatch.setattr("windlass.trainer.loss_policy.warn_once", lambda _, text: said.append(text))
-    data = [{**row, "labels": [row["labels"]] * 3 if wide else row["labels"]} for row in samples()]
+    data = samples()
+    if wide:
+        data = [{**row, "labels": [1] * (i % 3) + [-100] * (3 - i % 3)} for i, row in enumerate(data)]
     trainer_for(folder, Own, data=data, gradient_accumulation_steps=2).train()
     assert sum("does not read `num_items_in_batch`" in text for text in said) == times
 

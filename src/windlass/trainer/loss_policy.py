@@ -124,7 +124,7 @@ class LossPolicy:
         )
         self.without_logits.used = False
         self._saved: State = {}
-        self.is_unreported = self._has_positions = False
+        self.is_unreported = False
 
     def adopt(self, settings: LossSettings, hooks: LossHooks) -> None:
         """Use these settings, and read the hooks' signatures, once for all steps. `compute_loss` may have only three
@@ -315,8 +315,6 @@ class LossPolicy:
         )
         if self.script.complete:
             self._use_as_it_is()
-        labels = self.counter.labels(prepared)
-        self._has_positions = labels is not None and labels.ndim > 1
         # What was saved has been used: a further run of this Trainer measures its own first batch.
         self._saved, self.is_unreported = {}, settings.of_script and declared is None
 
@@ -440,9 +438,9 @@ class LossPolicy:
         if self.script.complete is not False or self.script.shares == 1 or self._data_ranks.rank != 0:
             return
         asked = any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions(hooks))
-        # One label a row, or none: micro-batches of equal size have equal weights, whatever the loss is. Most scripts
-        # take the count because transformers passes it.
-        if asked and (self.script.read_count or not self._has_positions):
+        # Most scripts take the count because transformers passes it, and have a label for each row: the weights are then
+        # those of a mean over rows, whatever the loss is.
+        if asked and (self.script.read_count or self.normaliser.weighs_rows):
             logger.info(
                 "the loss of each micro-batch is weighted by its share of the update's targets, and "
                 "`num_items_in_batch` is the count of the micro-batch"
