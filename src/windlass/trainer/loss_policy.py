@@ -438,8 +438,8 @@ class LossPolicy:
         if self.script.complete is not False or self.script.shares == 1 or self._data_ranks.rank != 0:
             return
         asked = any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions(hooks))
-        # Most scripts take the count because transformers passes it, and have a label for each row: the weights are then
-        # those of a mean over rows, whatever the loss is.
+        # Most scripts take the count because transformers passes it, and have a label for each row: then the weights
+        # are those of a mean over rows, whatever the loss is.
         if asked and (self.script.read_count or self.normaliser.weighs_rows):
             logger.info(
                 "the loss of each micro-batch is weighted by its share of the update's targets, and "
