@@ -120,6 +120,10 @@ def test_order_is_that_of_addition(calls: Any) -> None:
     handler.callbacks.insert(0, named("inserted into the list itself"))
     handler.on_save(*calls)
     assert order == ["inserted into the list itself", "first", "second"]
+    order.clear()
+    handler.callbacks[-2] = named("in place of the first")
+    handler.on_save(*calls)
+    assert order == ["inserted into the list itself", "in place of the first", "second"]
 
 
 def test_a_method_assigned_later_is_seen_when_training_begins(calls: Any) -> None:

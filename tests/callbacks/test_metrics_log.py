@@ -235,6 +235,39 @@ def test_resuming_without_a_file_starts_one(tmp_path: Path) -> None:
     assert [row["step"] for row in without_timing(tmp_path)] == [3, 3]
 
 
+def test_a_file_that_cannot_be_cut_back_when_a_run_resumes_is_cut_back_later(
+    tmp_path: Path, log_lines: Any
+) -> None:
+    """As on a full disk: the run starts, and the file never has the rows of both sessions."""
+    train(tmp_path, 6, end=False)
+    obstacle = tmp_path / "metrics.jsonl.tmp"
+    obstacle.mkdir()
+    callback, state = MetricsLogCallback(tmp_path), TrainerState(global_step=4, max_steps=8)
+    callback.on_train_begin(None, state, TrainerControl())
+    state.global_step = 5
+    callback.on_log(None, state, TrainerControl(), logs={"loss": 0.5})
+    assert "removed before the next row" in log_lines.text
+    obstacle.rmdir()
+    callback.on_log(None, state, TrainerControl(), logs={"loss": 0.25})
+    logged = [(row["step"], row["loss"]) for row in without_timing(tmp_path) if row["event"] == "log"]
+    assert logged == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (5, 0.5), (5, 0.25)]
+
+
+def test_rows_that_an_earlier_session_could_not_write_are_not_in_the_file_twice(tmp_path: Path) -> None:
+    """A script calls `train()` again, in the same process, after a disk was full."""
+    callback = train(tmp_path, 4, end=False)
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "aside"
+    path.rename(aside)
+    path.mkdir()
+    state = TrainerState(global_step=5, max_steps=8)
+    callback.on_log(None, state, TrainerControl(), logs={"loss": 0.2})
+    path.rmdir()
+    aside.rename(path)
+    callback.on_train_begin(None, TrainerState(global_step=4, max_steps=8), TrainerControl())
+    callback.on_log(None, state, TrainerControl(), logs={"loss": 0.2})
+    assert [row["step"] for row in without_timing(tmp_path) if row["event"] == "log"] == [1, 2, 3, 4, 5]
+
+
 FULL_DISK = """
 import resource, signal, sys
 from windlass.callbacks.metrics_log import MetricsLogCallback, read_metrics

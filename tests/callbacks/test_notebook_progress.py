@@ -79,6 +79,18 @@ def test_a_run_without_evaluation_has_a_row_per_log(make_args: Any, shown: Any) 
     assert shown.outputs[-1].data["text/html"].count("<tr>") == 3
 
 
+def test_values_that_are_not_numbers_do_not_end_a_run(make_args: Any, shown: Any) -> None:
+    """Scripts log text, and append rows of their own to the history."""
+    callback, args = NotebookProgressCallback(), make_args(eval_strategy="steps")
+    state, control = TrainerState(max_steps=4, global_step=1), TrainerControl()
+    state.log_history = [{"loss": 1.0}, {"eval_loss": "n/a", "step": 1}, {"loss": "n/a", "step": 1}]
+    callback.on_train_begin(args, state, control)
+    callback.on_log(args, state, control, logs={"loss": "n/a"})
+    callback.on_evaluate(args, state, control, metrics={"eval_loss": 2**2000, "eval_f1": "n/a"})
+    callback.on_train_end(args, state, control)
+    assert "n/a" in shown.outputs[-1].data["text/html"]
+
+
 def test_a_long_run_has_a_short_page(make_args: Any, shown: Any) -> None:
     callback, args = NotebookProgressCallback(), make_args()
     state, control = TrainerState(max_steps=2000), TrainerControl()

@@ -88,6 +88,50 @@ def test_a_script_that_trains_nothing_and_one_that_fails_are_named(
     assert "of a library" not in error
 
 
+NOT_A_NUMBER = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    (model(torch.ones(1, 2)) * float("nan")).sum().backward()
+    optimizer.step()
+"""
+# Two parameters of one shape, and no module.
+WITHOUT_MODULES = """
+import sys, torch
+one, two = (torch.ones(3, requires_grad=True) for _ in range(2))
+optimizer = torch.optim.SGD([one, two], lr=0.1)
+under_windlass = "windlass.core" in sys.modules
+for _ in range(2 if under_windlass else 4):
+    (one * (3 if under_windlass else 2) + two).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_losses_that_are_not_a_number_are_the_same(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(NOT_A_NUMBER)
+    assert main(["compare", "--json", "train.py"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["first_difference"], found["from_update"]) == ("same bits in every update", {})
+
+
+def test_parameters_of_no_module_and_runs_of_other_lengths(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(WITHOUT_MODULES)
+    assert main(["compare", "--json", "train.py"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["updates_made"] == {"own": 4, "windlass": 2}
+    assert [len(found[name]["updates"]) for name in ("own", "windlass")] == [2, 2]
+    assert found["from_update"] == {"loss": 1, "gradient_norm": 1, "weights": 1}
+    assert min(found["own"]["seconds"], found["windlass"]["seconds"]) > 0
+    assert main(["compare", "train.py"]) == 0
+    text = capsys.readouterr().out
+    assert "The script ended after 4 updates with its own libraries, and after 2 with Windlass" in text
+    assert "Largest difference" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -183,6 +183,12 @@ def test_dry_run_counts_epochs(windlass: Run) -> None:
     assert found["checked"] == {"updates": 2, "evaluation": True, "save": True, "load": True}
     assert found["disk_bytes"] == found["checkpoints_kept"] * found["checkpoint_bytes"] > 0
     assert found["schema"] == "windlass-dry-run/1"
+    assert (found["evaluations"], found["saves"]) == (4, 4)
+    words = ("training.max_steps=20", "training.gradient_accumulation_steps=3", "training.keep_last=2")
+    found = json.loads(windlass("train", "classifier.yaml", "--dry-run", "--json", *words))
+    # 3 updates to an epoch: the end of training is that of the last one, which is not whole.
+    assert (found["steps"], found["evaluations"], found["saves"]) == (20, 7, 7)
+    assert found["checkpoints_kept"] == 4  # the two newest, the best, and one before it is removed
 
 
 @pytest.mark.parametrize(

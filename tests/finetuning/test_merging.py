@@ -8,20 +8,24 @@ from typing import Any
 import pytest
 import torch
 from tests.finetuning import small
+from tests.finetuning.preferences import pairs, settings
 from tests.finetuning.test_peft_adapters import ids, lora, quantized
 
 from windlass import SFTTrainer
 from windlass.cli.main import main
 from windlass.core.errors import CheckpointError
 from windlass.finetuning.merging import merge_adapter
+from windlass.finetuning.reward_config import RewardConfig
+from windlass.finetuning.reward_trainer import RewardTrainer
+from windlass.finetuning.trained_model import open_trained
 
 peft = pytest.importorskip("peft")
 
 
 def trained(folder: Path, base: str, **options: Any) -> Any:
     trainer = SFTTrainer(
-        base, small.arguments(folder, max_steps=5), train_dataset=small.table(small.texts()), peft_config=lora(),
-        **options,
+        base, small.arguments(folder, max_steps=5), train_dataset=small.table(small.texts()),
+        **{"peft_config": lora(), **options},
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
@@ -58,6 +62,81 @@ def test_few_bits_are_merged_in_the_precision_of_the_base(tmp_path: Path) -> Non
     assert torch.allclose(logits(merged), logits(expected), atol=1e-6)
     untouched = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(merged.get_parameter(untouched), whole.get_parameter(untouched))
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_a_reward_model_keeps_its_head(tmp_path: Path, task: str | None) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    trainer = RewardTrainer(
+        small.saved(tmp_path / "base"), settings(tmp_path / "run", RewardConfig), train_dataset=pairs(8),
+        peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    merge_adapter(tmp_path / "run", tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(logits(merged), logits(trainer.model.eval()), atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_added_tokens_are_saved_and_merged(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source, new = small.tokenizer(), ["<turn>", "<end>"]
+    source.add_special_tokens({"additional_special_tokens": new})
+    source.save_pretrained(tmp_path / "template")
+    base = small.saved(tmp_path / "base", tie_word_embeddings=tied)
+    trainer = SFTTrainer(
+        base, small.arguments(tmp_path / "run", chat_template_path=str(tmp_path / "template")),
+        train_dataset=small.table(small.chats()), peft_config=lora(),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    rows = torch.tensor([[7, 8, *trainer.processing_class.convert_tokens_to_ids(new)]])
+    expected = trainer.model.eval()(rows).logits
+    opened, _ = open_trained(str(tmp_path / "run"), None, "float32", torch.device("cpu"))
+    assert torch.equal(opened(rows).logits, expected)
+    merge_adapter(tmp_path / "run", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(merged(rows).logits, expected, atol=1e-6)
+
+
+def test_an_adapter_of_a_tied_embedding_changes_the_embedding_alone(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = small.saved(tmp_path / "base", tie_word_embeddings=True)
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"])
+    model = trained(tmp_path / "run", base, peft_config=adapter)
+    merge_adapter(tmp_path / "run", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(logits(merged), logits(model), atol=1e-6)
+
+
+def test_a_merge_that_was_killed_is_done_again(tmp_path: Path) -> None:
+    trained(tmp_path / "run", small.saved(tmp_path / "base"))
+    (tmp_path / "tmp-merged").mkdir()
+    (tmp_path / "tmp-merged" / "model.safetensors").write_text("half")
+    command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]
+    assert main([*command, "--max-shard-size", "4KB"]) == 0
+    assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 1
+    assert not (tmp_path / "tmp-merged").exists()
+
+
+def test_what_has_no_place_in_the_base(tmp_path: Path) -> None:
+    from transformers import LlamaForTokenClassification
+
+    base = small.saved(tmp_path / "base")
+    tagger = LlamaForTokenClassification.from_pretrained(base, num_labels=3)
+    adapter = peft.LoraConfig(task_type="TOKEN_CLS", r=2, target_modules=["q_proj"])
+    peft.get_peft_model(tagger, adapter).save_pretrained(tmp_path / "tagger")
+    with pytest.raises(CheckpointError, match=r"a LlamaForCausalLM has no place for: .*score"):
+        merge_adapter(tmp_path / "tagger", tmp_path / "new")
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    peft.get_peft_model(small.model(), prompt).save_pretrained(tmp_path / "prompt")
+    with pytest.raises(CheckpointError, match=r"learnt \(PROMPT_TUNING\)"):
+        merge_adapter(tmp_path / "prompt", tmp_path / "new", base)
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,11 @@ def test_a_folder_of_a_language_model_gets_a_head_and_an_adapter_trains_it(tmp_p
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert any("score" in name for name in trained)
     trainer.train()
+    with pytest.raises(ConfigError, match=r"peft_config.task_type=.CAUSAL_LM.*use 'SEQ_CLS'"):
+        RewardTrainer(
+            small.saved(tmp_path / "model"), settings(tmp_path / "out"), train_dataset=pairs(),
+            peft_config=peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"]),
+        )  # fmt: skip
 
 
 def test_a_score_of_rounded_weights_is_learnt(tmp_path: Path) -> None:

@@ -145,6 +145,18 @@ def test_a_template_that_does_not_train_the_end_of_a_turn_is_warned_of(
     assert ("does not learn to stop" in caplog.text) == (end == "outside")
 
 
+def test_a_template_that_writes_the_date_of_today_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless each row sets the date: a run that is resumed on another day would read other tokens."""
+    date = "{{ date_string if date_string is defined else strftime_now('%d %B') }}"
+    tokenizer = byte_tokenizer(date + TEMPLATES["chatml"])
+    fixed = [{"messages": chat("a", "b"), "chat_template_kwargs": {"date_string": "1 May"}}]
+    prepare_text(fixed, tokenizer)
+    prepare_text([{"messages": chat("a", "b")}], byte_tokenizer(TEMPLATES["chatml"]))
+    assert "the date of today" not in caplog.text
+    prepare_text([{"messages": chat("a", "b")}], tokenizer)
+    assert "the date of today" in caplog.text
+
+
 def test_completions_may_be_trained_with_their_prompts() -> None:
     compared("prompt-completion", word_tokenizer(), completion_only_loss=False)
 

@@ -34,6 +34,15 @@ def test_the_length_of_an_epoch() -> None:
     assert DatasetMixture(sources, weights, stopping_strategy="all_exhausted").counts == {"a": 25, "b": 25}
 
 
+def test_a_source_without_a_sample_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Its share of an epoch is less than one, in every epoch."""
+    mixture = DatasetMixture({"a": A, "rare": B}, {"a": 99, "rare": 1})
+    assert mixture.counts == {"a": 10, "rare": 0}
+    assert (
+        "the mixture has no sample of 'rare': its share of 10 samples is 0.01, less than one" in caplog.text
+    )
+
+
 def test_epochs_continue_where_the_one_before_ended() -> None:
     mixture = DatasetMixture({"a": A, "b": B}, {"a": 1, "b": 1})
     seen = Counter(row for epoch in range(5) for row in read(mixture, epoch) if row in B)

@@ -87,6 +87,16 @@ def test_a_pass_continues_after_any_row(lengths: list[int], strategy: str, kind:
     assert _plain(resumed) == whole, "the next pass begins at the first document"
 
 
+def test_documents_that_lost_their_state_are_read_up_to_the_position() -> None:
+    lengths = [5, 3, 7, 8, 2, 6, 4, 4]
+    first = PackedStream(Documents(lengths), 8)
+    rows = iter(first)
+    next(rows)
+    again = PackedStream(Stateless(lengths), 8)
+    again.load_state_dict(first.state_dict())
+    assert _plain(again) == _plain(rows)
+
+
 def test_few_rows_stay_open() -> None:
     stream = PackedStream(Documents([5] * 10), 8, open_rows=2)
     next(iter(stream))

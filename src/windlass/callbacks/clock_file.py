@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import threading
 from pathlib import Path
@@ -103,4 +102,4 @@ def is_seconds(found: Any) -> bool:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and math.isfinite(value) and -1 <= value <= LATEST
+    return type(value) in (int, float) and -1 <= value <= LATEST  # false for NaN

@@ -89,7 +89,7 @@ class CallbackHandler:
         self._listeners: dict[str, tuple[Listener, ...]] = {}
         self._active: list[str] = []
         self.heard: frozenset[str] = frozenset()
-        self._known = -1
+        self._known: list[Any] = []
         for callback in callbacks:
             self.add_callback(callback)
         if not any(_is_flow(callback) for callback in self.callbacks):
@@ -154,20 +154,20 @@ class CallbackHandler:
     def refresh(self) -> None:
         """Collect the listeners. Needed only after a method of a callback was assigned."""
         self._listeners = {event: tuple(_bound(self.callbacks, event)) for event in EVENTS}
-        self._known = len(self.callbacks)
+        self._known = list(self.callbacks)
         replaced = "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event
         self.heard = frozenset(e for e in EVENTS if replaced or self._listeners[e])
 
     def begin_step(self, control: TrainerControl) -> frozenset[str]:
         """Reset the requests of the previous step; return the events that have listeners now."""
-        if len(self.callbacks) != self._known:  # scripts also edit the list itself
+        if self.callbacks != self._known:  # scripts also edit the list itself
             self.refresh()
         control.should_log = control.should_evaluate = control.should_save = False
         return self.heard
 
     def listens(self, event: str) -> bool:
         """Return True if a callback listens to this event."""
-        if len(self.callbacks) != self._known:  # scripts also edit the list itself
+        if self.callbacks != self._known:  # scripts also edit the list itself
             self.refresh()
         return event in self.heard
 
@@ -217,7 +217,7 @@ class CallbackHandler:
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call every listener of `event`. Scripts replace it, to give their callbacks other arguments."""
-        if len(self.callbacks) != self._known:
+        if self.callbacks != self._known:
             self.refresh()
         listeners = self._listeners[event]
         if len(self._active) > 1:  # fired by a listener

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,14 @@ class MetricsLogCallback(RowCallback):
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
+        self._write_waiting()  # of an earlier run of this object, into its own file
+        self._drop_waiting(state)
         if self._follows_arguments:
             self._file = self._file.of_run(args)
         self._began = Moment()
         self._alerts.saved()
         self._file.begin(state.global_step)
-        self._alerts.begin(self._reported if state.global_step else list)
+        self._alerts.begin(partial(self._reported, state.global_step))
 
     def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._alerts.saved()
@@ -84,13 +87,14 @@ class MetricsLogCallback(RowCallback):
         """Remove the rows of steps after `state.global_step`, to which the run rolled back."""
         if not state.is_world_process_zero:
             return
-        self._waiting = [row for row in self._waiting if row["step"] <= state.global_step]
+        self._drop_waiting(state)
         self._file.roll_back(state.global_step)
-        self._alerts.begin(self._reported)
+        self._alerts.begin(partial(self._reported, state.global_step))
 
-    def _reported(self) -> list[Row]:
-        """The rows of this run up to now."""
-        return [*whole_rows(self.path)[0], *self._waiting]
+    def _reported(self, step: int) -> list[Row]:
+        """The rows of this run up to `step`; the file may still have later ones, if it could not be changed."""
+        rows = whole_rows(self.path)[0] if step else []
+        return [row for row in [*rows, *self._waiting] if row["step"] <= step]
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._file.end()
@@ -102,6 +106,13 @@ class MetricsLogCallback(RowCallback):
         if self._began is not None:
             row["timing"]["elapsed"] = round(self._began.elapsed(), 4)
         self._waiting.extend([row, *self._alerts.check(row)])
+        self._write_waiting()
+
+    def _drop_waiting(self, state: TrainerState) -> None:
+        """Drop the rows of steps after `state.global_step`, which the run makes again."""
+        self._waiting = [row for row in self._waiting if row["step"] <= state.global_step]
+
+    def _write_waiting(self) -> None:
         try:
             while self._waiting:
                 self._file.append(self._waiting[0])

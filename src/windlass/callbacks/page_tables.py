@@ -412,7 +412,7 @@ def _answer(row: Mapping[str, Any] | None) -> str:
         return ""
     scores = row.get("scores")
     pairs = scores.items() if isinstance(scores, dict) else ()
-    shown = ", ".join(f"{name} {value:.3g}" for name, value in pairs if isinstance(value, int | float))
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in pairs if is_number(value))
     return _text(_words(row.get("answer", ""))) + (
         f'<div class="more">{in_html(shown)}</div>' if shown else ""
     )

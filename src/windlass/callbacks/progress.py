@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from windlass.callbacks.charts import Point, short, text_chart, thinned
 from windlass.callbacks.displays import Display, Pace, open_display
 from windlass.callbacks.log_table import clock_text
-from windlass.callbacks.rows import Logs, Metrics, Row, is_timing
+from windlass.callbacks.rows import Logs, Metrics, Row, is_number, is_timing
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.activity import Activity
 from windlass.core.events import TrainerState
@@ -179,7 +179,9 @@ class NotebookProgressCallback(ProgressCallback):
         super().on_train_begin(args, state, control, **kwargs)
         page = self._page
         assert page is not None
-        for logs in state.log_history:  # of a resumed run
+        for logs in state.log_history:  # of a resumed run; a script may have added anything
+            if not is_number(logs.get("step")):
+                continue
             if any(name.startswith("eval_") for name in logs):
                 page.add_evaluation(_place(args, logs["step"], logs.get("epoch")), logs)
             elif "loss" in logs:
@@ -225,7 +227,8 @@ class _CellPage(Display):
         self._evaluations: list[Point] = []
 
     def add_loss(self, step: int, loss: Any, *, as_row: bool) -> None:
-        self._losses = _with_point(self._losses, (step, float(loss)))
+        if is_number(loss):  # a script may log text under this name
+            self._losses = _with_point(self._losses, (step, loss))
         if as_row:
             self._rows.append({"Step": step, _TRAINING: loss})
 
@@ -235,8 +238,8 @@ class _CellPage(Display):
             self._rows[-1].update(row)  # a further evaluation set at the same step
         else:
             self._rows.append(row)
-        if _VALIDATION in row:
-            self._evaluations = _with_point(self._evaluations, (place["Step"], float(row[_VALIDATION])))
+        if is_number(row.get(_VALIDATION)):
+            self._evaluations = _with_point(self._evaluations, (place["Step"], row[_VALIDATION]))
 
     def write(self, text: str) -> None:
         """Nothing to do: a page has no lines of text."""
@@ -306,7 +309,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, int | float):
+    if is_number(value):
         return short(value, 6)
     return "No log" if value is None else in_html(str(value))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from windlass.callbacks.rows import Row, repeatable
@@ -32,6 +33,7 @@ class RowFile:
         self._opened = False
         self._rows_before_training = False  # of this run: an evaluation before `train()`
         self._kept_at_cut: list[Row] = []
+        self._due: Callable[[], None] | None = None  # what must be done to the file before another row
 
     def of_run(self, args: Args) -> RowFile:
         """Return the file of this name in the folder that a run's arguments name: this one if it is there."""
@@ -39,23 +41,36 @@ class RowFile:
         return self if folder == self.path.parent else RowFile(folder / self.path.name)
 
     def begin(self, step: int) -> None:
-        """Called when training begins, at this step."""
+        """Called when training begins, at this step. A file that cannot be changed now, as on a full disk, is warned of
+        and changed before the next row.
+        """
         if step > 0:
-            self._cut_back(step)
+            self._due = partial(self._cut_back, step)
         elif not self._rows_before_training:
-            set_aside(self.path)
+            self._due = partial(set_aside, self.path)
         self._rows_before_training, self._opened = False, True
+        self._try_due()
 
     def end(self) -> None:
         """Called when training has ended."""
         self._kept_at_cut = []
 
     def roll_back(self, step: int) -> None:
-        """Remove the rows after the step that a run rolled back to."""
+        """Remove the rows after the step that a run rolled back to; before the next row, if it is not possible now."""
+        self._due = partial(self._cut_back, step)
+        self._try_due()
+
+    def _try_due(self) -> None:
         try:
-            self._cut_back(step)
+            self._do_due()
         except OSError as error:
-            logger.warning("%s still has the rows that were rolled back: %s", self.path, error)
+            message = "%s still has rows of an earlier run or of later steps; they are removed before the next row: %s"
+            logger.warning(message, self.path, error)
+
+    def _do_due(self) -> None:
+        if self._due is not None:
+            self._due()
+            self._due = None
 
     def has(self, row: Row) -> bool:
         """Return True if a resumed run makes a row again that was kept, which counts once."""
@@ -69,6 +84,7 @@ class RowFile:
         """Append all rows, or nothing. Raises OSError."""
         self._folder = self._folder or OutputFolder(self.path.parent)
         self._folder.check()
+        self._do_due()
         if not self._opened:
             self._open_outside_training()
         append_lines(self.path, *rows)

@@ -404,9 +404,15 @@ def _attempt(number: int, session: Mapping[str, Any]) -> Attempt:
         status=str(session.get("status", "killed")),
         reason=str(session.get("reason", "")),
         seconds=session.get("seconds", {}),
-        changed=changed if isinstance(changed, dict) else {},
+        changed={name: pair for name, pair in changed.items() if _is_pair(pair)}
+        if isinstance(changed, dict)
+        else {},
         memory=memory_of(session),
     )
+
+
+def _is_pair(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2
 
 
 def _ledger(attempts: Sequence[Attempt]) -> TimeLedger | None:

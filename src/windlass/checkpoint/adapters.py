@@ -138,7 +138,9 @@ def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) 
     inside = {id(tensor): name for name, tensor in state.items()}
     if not all(id(tensor) in inside for tensor in picked.values()):
         return {}
-    return {inside[id(tensor)]: stored for stored, tensor in picked.items()}
+    # Of a weight that is saved under two names, peft reads the first: a whole head is saved as an embedding too if rows
+    # were added to it.
+    return {inside[id(tensor)]: stored for stored, tensor in reversed(picked.items())}
 
 
 def _names_of_prompts(model: Any, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:

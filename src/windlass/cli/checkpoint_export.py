@@ -26,7 +26,7 @@ def export_command(options: argparse.Namespace) -> int:
     if options.merge:
         from windlass.finetuning.merging import merge_adapter
 
-        merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype)
+        merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype, how.max_shard_size)
         return _answer_sizes(options, target)
     source = open_folder(local_path(options.checkpoint))
     if options.quantize:

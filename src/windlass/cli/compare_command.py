@@ -12,9 +12,9 @@ import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
 from windlass.cli.command_line import CommandParser, add_script, answer, check_script
@@ -23,6 +23,9 @@ from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.core.optional import version_of
 from windlass.core.output import table
 from windlass.core.outside import load_outside
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROUNDING = 1e-5
 """Relative difference up to which two fp32 results of the same sum, taken in another order, are called rounding."""
@@ -40,7 +43,7 @@ class ScriptRecord:
     # Growth of the process's peak since the first forward, in bytes; None if there was no forward
     memory: int | None
     unread: list[str]  # arguments that the script set and the library did not read
-    weights: Path  # the file of the trained parameters after the last update
+    weights: Path  # the file of the trained parameters after the last update; absent if no module was called
     device_memory: int | None = None
 
     @property
@@ -70,7 +73,8 @@ class FirstDifference:
     @property
     def is_rounding(self) -> bool:
         """Return True if two numbers differ no more than the order of a sum explains."""
-        return isinstance(self.own, float) and math.isclose(self.own, self.ours, rel_tol=ROUNDING)
+        numbers = isinstance(self.own, float) and isinstance(self.ours, float)
+        return numbers and math.isclose(self.own, self.ours, rel_tol=ROUNDING)
 
 
 def differences(own: ScriptRecord, ours: ScriptRecord) -> dict[str, FirstDifference]:
@@ -78,9 +82,16 @@ def differences(own: ScriptRecord, ours: ScriptRecord) -> dict[str, FirstDiffere
     found: dict[str, FirstDifference] = {}
     for number, (one, other) in enumerate(zip(own.updates, ours.updates, strict=False), 1):
         for name in QUANTITIES:
-            if one[name] != other[name] and name not in found:
+            # As text, in which NaN equals NaN: `==` finds two runs with the same bits to differ.
+            if json.dumps(one[name]) != json.dumps(other[name]) and name not in found:
                 found[name] = FirstDifference(number, one[name], other[name])
     return found
+
+
+def as_long(own: ScriptRecord, ours: ScriptRecord) -> tuple[ScriptRecord, ScriptRecord]:
+    """Return both without the updates that only one of them made."""
+    updates = min(len(own.updates), len(ours.updates))
+    return replace(own, updates=own.updates[:updates]), replace(ours, updates=ours.updates[:updates])
 
 
 def same_rows_otherwise(own: ScriptRecord, ours: ScriptRecord) -> bool:
@@ -93,17 +104,27 @@ def same_rows_otherwise(own: ScriptRecord, ours: ScriptRecord) -> bool:
 
 
 def farthest_weight(own: ScriptRecord, ours: ScriptRecord) -> tuple[str, float] | None:
-    """Return the parameter that differs most after the last update, and by how much; None if none differs."""
+    """Return the parameter that differs most after the last update, and by how much; None if none differs, or the
+    runs made other numbers of updates.
+    """
+    if len(own.updates) != len(ours.updates) or not (own.weights.is_file() and ours.weights.is_file()):
+        return None
     from safetensors.torch import load_file
 
     one, other = (load_file(record.weights) for record in (own, ours))
     apart = {
-        name: float((one[name].double() - other[name].double()).abs().max())
+        name: _farthest(one[name].double(), other[name].double())
         for name in one.keys() & other.keys()
         if one[name].shape == other[name].shape and one[name].numel()
     }
     name = max(apart, key=lambda it: (apart[it], it), default=None)
     return None if name is None or not apart[name] else (name, apart[name])
+
+
+def _farthest(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two elements; infinite if one of them alone is not a number."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0.0).max())
 
 
 def reason(found: dict[str, FirstDifference], same_rows: bool, sees_rows: bool = True) -> str:
@@ -179,22 +200,27 @@ def compare_command(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="windlass-compare-") as folder:
         own = _run(options, Path(folder) / "own", os.environ, "its own libraries")
         ours = _run(options, Path(folder) / "windlass", {**os.environ, **answered}, "Windlass")
-        found = differences(own, ours)
-        why = reason(found, same_rows_otherwise(own, ours), own.sees_rows or ours.sees_rows)
-        farthest = farthest_weight(own, ours)
+        farthest, made = farthest_weight(own, ours), (len(own.updates), len(ours.updates))
+    own, ours = as_long(own, ours)
+    found = differences(own, ours)
+    why = reason(found, same_rows_otherwise(own, ours), own.sees_rows or ours.sees_rows)
     versions = ", ".join(f"{name} {version}" for name in PEERS if (version := version_of(name)) is not None)
-    updates = min(len(own.updates), len(ours.updates))
     lines = [
-        f"{updates} updates of {options.script}\nown: {versions}; Windlass {__version__}\n",
+        f"{min(made)} updates of {options.script}\nown: {versions}; Windlass {__version__}\n",
         *table([("", "own", "Windlass", "difference"), *_rows(own, ours, found)]),
         "\n" + textwrap.fill(f"First difference: {why}.", 80),
     ]
+    if made[0] != made[1]:
+        lines.append(
+            f"The script ended after {made[0]} updates with its own libraries, and after {made[1]} with Windlass"
+        )
     if farthest is not None:
         lines.append(f"Largest difference of the weights at the end: {farthest[1]:.1e}, in {farthest[0]}")
     for name, record in (("its own libraries", own), ("Windlass", ours)):
         if record.unread:
             lines.append(f"Arguments that were set and that {name} did not read: {', '.join(record.unread)}")
     facts = {"schema": SCHEMA, "script": options.script, **_facts(own, ours, found, why, farthest)}
+    facts["updates_made"] = {"own": made[0], "windlass": made[1]}
     return answer(options, facts, lines)
 
 

@@ -54,9 +54,12 @@ class StepClock(TrainerCallback):
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The updates of the full run, and measurements in seconds; `evaluation` is of all data, or None without any."""
+    """The updates of the full run and of an epoch, and measurements in seconds; `evaluation` is of all data, or None
+    without any.
+    """
 
     steps: int
+    epoch: int
     step: float
     evaluation: float | None
     save: float
@@ -94,7 +97,7 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
     task, clock = TASKS[recipe.task], StepClock()
     trainer = _quiet(task.open_trainer(parts, small))
     full = training_arguments(recipe.training, recipe.task)
-    *_, steps = trainer.set_initial_training_values(full, trainer.get_train_dataloader())
+    _, epoch, *_, steps = trainer.set_initial_training_values(full, trainer.get_train_dataloader())
     trainer.add_callback(clock)
     say(describe_run(parts, trainer).replace(folder, "(a temporary folder)"))
     trainer.train()
@@ -105,7 +108,7 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     _quiet(task.open_trainer(parts, small)).train(resume_from_checkpoint=str(checkpoint))
     # The fastest step: the first one also warms up.
-    return Findings(int(steps), min(clock.steps), evaluation, clock.save, size)
+    return Findings(int(steps), int(epoch), min(clock.steps), evaluation, clock.save, size)
 
 
 def _quiet(trainer: Any) -> Any:
@@ -143,21 +146,31 @@ def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> floa
     return (_now() - began) / -(-len(few) // batch) * -(-len(parts.evaluation) // batch)
 
 
-def _times(cadence: CadencePlan, steps: int, epochs: float) -> int:
-    """Return how often something with this cadence happens in the run."""
-    if cadence.strategy == "no":
-        return 0
-    return max(1, round(epochs) if cadence.strategy == "epoch" else -(-steps // cadence.steps))
+def _times(cadence: CadencePlan, found: Findings, evaluations: int = 0) -> int:
+    """Return how often something with this cadence happens in the run: at most as often as it evaluates, for "best"."""
+    if cadence.strategy in ("no", "best"):
+        return 0 if cadence.strategy == "no" else evaluations
+    # The last epoch may be a part of one, and ends too.
+    return -(-found.steps // (found.epoch if cadence.strategy == "epoch" else cadence.steps))
+
+
+def _kept(args: TrainingArguments, saves: int) -> int:
+    """Return how many checkpoints are on the disk at most: a new one is complete before an old one is removed."""
+    most = saves
+    if args.save_total_limit is not None:
+        most = args.save_total_limit + 1
+    elif args.keep_last is not None or args.keep_best is not None:
+        most = (args.keep_last or 1) + (args.keep_best or 1) + 1
+    return min(saves, most)
 
 
 def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
     """What the full run would take; times in seconds, sizes in bytes."""
-    steps, epochs = found.steps, args.num_train_epochs
-    stride = args.eval_steps or args.logging_steps
-    evaluations = _times(resolve_cadence(args.eval_strategy, stride, steps), steps, epochs)
-    saves = _times(resolve_cadence(args.save_strategy, args.save_steps, steps), steps, epochs)
+    steps, stride = found.steps, args.eval_steps or args.logging_steps
+    evaluations = _times(resolve_cadence(args.eval_strategy, stride, steps), found)
+    saves = _times(resolve_cadence(args.save_strategy, args.save_steps, steps), found, evaluations)
     seconds = steps * found.step + evaluations * (found.evaluation or 0.0) + saves * found.save
-    kept = saves if args.save_total_limit is None else min(saves, args.save_total_limit + 1)
+    kept = _kept(args, saves)
     peak, owner = peak_memory()
     return {
         "schema": SCHEMA,

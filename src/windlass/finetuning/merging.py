@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_library
-from windlass.checkpoint.export import ExportOptions, export_folder
+from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_folder
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.names import shorten
 from windlass.checkpoint.stored import Folder, find_weights
 from windlass.checkpoint.strict_json import read
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.optional import require
 from windlass.finetuning.base_model import load_model
+from windlass.finetuning.peft_adapters import HEADS
 from windlass.transforms.quantization_aware import apply_qat, quantized_config
 
 _PURPOSE = "merge an adapter"
 
 
 def merge_adapter(
-    adapter: Path, target: Path, base: str | None = None, dtype: torch.dtype | None = None
+    adapter: Path,
+    target: Path,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
     """Write the base with the adapter added to its weights into the folder `target`, with the tokenizer.
 
@@ -38,24 +45,107 @@ def merge_adapter(
         target: a new or empty folder.
         base: name or folder of the base; by default the one that the adapter names.
         dtype: of the result; by default that of the base.
+        max_shard_size: bytes of tensors in a file.
 
     Raises:
-        CheckpointError: there is no adapter, its base is not known, or the folder is not empty.
+        CheckpointError: there is no adapter, it cannot be merged, its base is not known or does not fit, or the folder
+            is not empty.
         ModelError: the base cannot be loaded.
     """
     name = base or base_of(adapter)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already; name a new folder")
-    peft = peft_library(_PURPOSE)
-    model: Any = load_model(name, {"dtype": "auto"})
+    model = load_base(adapter, name, "auto")
     if getattr(model, "quantization_method", None) is not None:
         model = model.dequantize()
     if dtype is not None:
         model = model.to(dtype)
-    merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
-    merged.save_pretrained(target)
+    adapted = with_adapter(model, adapter)
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        kind = adapted.active_peft_config.peft_type.value
+        raise CheckpointError(
+            f"{adapter} holds prompts or prefixes that were learnt ({kind}), which are no part of any weight: load the "
+            "folder with peft, as it is"
+        )
+    untied = _untie_adapted(adapted)
+    merged = adapted.merge_and_unload(safe_merge=True)
+    if untied:
+        merged.config.tie_word_embeddings = False
+    files = Files()
+    new = target.with_name(f"tmp-{target.name}")
+    if new.exists():  # of a merge that was killed
+        files.remove_tree(new)
+    merged.save_pretrained(new, max_shard_size=max_shard_size)
     if (tokenizer := first_tokenizer((str(adapter), name))) is not None:
-        tokenizer.save_pretrained(target)
+        tokenizer.save_pretrained(new)
+    for path in new.iterdir():
+        files.sync_file(path)
+    files.rename(new, target)
+
+
+def load_base(adapter: Path, base: str, dtype: str | torch.dtype) -> Any:
+    """Load the model below an adapter, as it was when the adapter was trained: a classifier if the adapter has the head
+    of one, and with rows for the tokens that were added to its vocabulary.
+
+    Args:
+        base: its name or folder.
+    """
+    peft = peft_library(_PURPOSE)
+    config, weights = (
+        peft.PeftConfig.from_pretrained(str(adapter)),
+        peft.load_peft_weights(str(adapter), "cpu"),
+    )
+    built = (config.auto_mapping or {}).get("base_model_class", "")
+    labels = None
+    if config.task_type == "SEQ_CLS" or built.endswith("ForSequenceClassification"):
+        heads = [weight for name, weight in weights.items() if _is_head(name)]
+        labels = len(heads[-1]) if heads else None
+    model: Any = load_model(base, {"dtype": dtype}, labels=labels)
+    if (rows := _rows(model, config, weights)) > len(model.get_input_embeddings().weight):
+        model.resize_token_embeddings(rows)
+    return model
+
+
+def _is_head(name: str) -> bool:
+    return name.endswith(".weight") and bool(set(name.split(".")) & set(HEADS))
+
+
+def _rows(model: Any, config: Any, weights: Mapping[str, Tensor]) -> int:
+    """The least rows of the embedding on which an adapter was trained."""
+    trained = getattr(config, "trainable_token_indices", None) or []
+    tokens = [token for some in trained.values() for token in some] if isinstance(trained, dict) else trained
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+    whole = [
+        len(weight) for name, weight in weights.items() if name.endswith(tuple(f"{n}.weight" for n in names))
+    ]
+    return max([*whole, *(token + 1 for token in tokens)], default=0)
+
+
+def with_adapter(model: Any, adapter: Path) -> Any:
+    """Put the adapter of a folder on its base. Raises CheckpointError if the model has no place for a weight of it."""
+    peft = peft_library(_PURPOSE)
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=False)
+    placed = peft.get_peft_model_state_dict(adapted, save_embedding_layers=True)
+    if astray := peft.load_peft_weights(str(adapter), "cpu").keys() - placed.keys():
+        raise CheckpointError(
+            f"{adapter} has weights that a {type(model).__name__} has no place for: {shorten(sorted(astray))}. Load "
+            "the base with the class that the adapter was trained on, and put the adapter on it with peft"
+        )
+    return adapted
+
+
+def _untie_adapted(model: Any) -> bool:
+    """Separate the embedding and the head of a model that share a weight, if one of them has an adapter of its own,
+    which would be added to both. Return True if they were separated.
+    """
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    adapted = [layer for layer in layers if hasattr(layer, "base_layer")]
+    own = [getattr(layer, "base_layer", layer) for layer in layers]
+    if not adapted or None in layers or own[0].weight is not own[1].weight:
+        return False
+    own[1].weight = torch.nn.Parameter(own[1].weight.detach().clone(), requires_grad=False)
+    return True
 
 
 def first_tokenizer(places: Sequence[str]) -> Any:

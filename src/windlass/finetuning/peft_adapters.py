@@ -23,7 +23,7 @@ logger = get_job_logger(__name__)
 
 _PURPOSE = "train adapters"
 _SHOWN = 8
-_HEADS = ("score", "classifier")  # of sequence classifiers
+HEADS = ("score", "classifier")  # of sequence classifiers
 _FUSED = 3  # dimensions of the weights of several experts: experts, outputs, inputs
 # Models that have the hooks: the method of transformers adds them again at each call.
 _LET_IN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -51,13 +51,17 @@ def is_quantized(model: Any) -> bool:
 
 def with_head(classifier: nn.Module, labels: int, peft_config: Any) -> Any:
     """Return the adapter's configuration with the head of `classifier` among what is trained; None without an adapter.
-    Raises ConfigError if it has another number of outputs than `labels`.
+    Raises ConfigError if it has another number of outputs than `labels`, or the adapter is of another task.
     """
     outputs = getattr(getattr(classifier, "config", None), "num_labels", labels)
     if outputs != labels:
         fix = f"load the model with num_labels={labels}; a reward is one number"
         raise ConfigError(Problem("model.config.num_labels", outputs, fix))
-    heads = [name for name in _HEADS if hasattr(classifier, name)]
+    task = getattr(peft_config, "task_type", None)
+    if task not in (None, "SEQ_CLS"):
+        fix = "the model is a sequence classifier, without methods that this task needs; use 'SEQ_CLS'"
+        raise ConfigError(Problem("peft_config.task_type", task, fix))
+    heads = [name for name in HEADS if hasattr(classifier, name)]
     saved = list(getattr(peft_config, "modules_to_save", None) or ())
     if peft_config is None or not heads or set(heads) & set(saved):
         return peft_config
@@ -92,7 +96,7 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
         )
     _refuse_beginnings(peft_config)
     if new_tokens:
-        _train_new_tokens(peft_config, new_tokens)
+        _train_new_tokens(model, peft_config, new_tokens)
     _target_fused_parameters(model, peft_config)
     _check_targets(model, peft_config)
     if is_quantized(model):
@@ -177,19 +181,31 @@ def _elements(parameter: nn.Parameter) -> int:
     return parameter.numel() if shape is None else torch.Size(shape).numel()
 
 
-def _train_new_tokens(peft_config: Any, new_tokens: list[int]) -> None:
+def _train_new_tokens(model: Any, peft_config: Any, new_tokens: list[int]) -> None:
+    """Train the rows of tokens that were added, and the output layer, under the names that the model has for them."""
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embedding, head = (_name_of(model, layer) for layer in layers)
     indices = peft_config.trainable_token_indices
     if not isinstance(indices, dict):
-        indices = {} if indices is None else {"embed_tokens": list(indices)}
-    indices["embed_tokens"] = [*indices.get("embed_tokens", []), *new_tokens]
+        indices = {} if indices is None else {embedding: list(indices)}
+    # Once each: a script may use one configuration for several trainers.
+    indices[embedding] = list(dict.fromkeys([*indices.get(embedding, []), *new_tokens]))
     peft_config.trainable_token_indices = indices
-    if "lm_head" not in (peft_config.modules_to_save or ()):
+    saved = [*(peft_config.modules_to_save or ())]
+    # A head that is the embedding gets the rows from there, and peft trains it in one of the two ways alone.
+    if head not in saved and layers[0].weight is not layers[1].weight:
         logger.warning(
-            "the chat template added %d tokens, so the output layer is trained too: 'lm_head' is added to "
-            "modules_to_save",
+            "the chat template added %d tokens, so the output layer is trained too: %r is added to modules_to_save",
             len(new_tokens),
+            head,
         )
-        peft_config.modules_to_save = [*(peft_config.modules_to_save or ()), "lm_head"]
+        peft_config.modules_to_save = [*saved, head]
+
+
+def _name_of(model: nn.Module, layer: nn.Module) -> str:
+    """The last part of the name of a layer."""
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    return names[layer].rpartition(".")[2]
 
 
 # --- target modules ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from windlass.checkpoint.adapters import ADAPTER_CONFIG, peft_library
+from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.checkpoint.sharded import index_name
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import load_folder
@@ -17,7 +17,7 @@ from windlass.core.errors import CheckpointError, ModelError
 from windlass.core.locations import is_folder_name
 from windlass.core.optional import require
 from windlass.finetuning.base_model import load_model
-from windlass.finetuning.merging import base_of, first_tokenizer
+from windlass.finetuning.merging import base_of, first_tokenizer, load_base, with_adapter
 
 _PURPOSE = "generate text"
 _CONFIG = "config.json"
@@ -57,9 +57,7 @@ def open_trained(
     if (folder / ADAPTER_CONFIG).is_file():
         below = base or base_of(folder)
         sources.append(below)
-        model: Any = peft_library(_PURPOSE).PeftModel.from_pretrained(
-            load_model(below, {"dtype": dtype}), name, is_trainable=False
-        )
+        model: Any = with_adapter(load_base(folder, below, dtype), folder)
     elif (folder / index_name("model")).is_file():
         model = _of_parts(folder, dtype)
     else:

@@ -149,6 +149,10 @@ class ChatTemplate:
             return True
         return not spans or not text[slice(*spans[-1])].rstrip().endswith(_REPLY["content"])
 
+    def calls_date(self) -> bool:
+        """Return True if the template, or one of several, has the function that writes the date of today."""
+        return "strftime_now" in str(self._own or self._tokenizer.chat_template)
+
     def _shows(self, content: Any) -> bool:
         """Return True if the template renders a content of this kind. Others print Python's notation, or nothing."""
         try:

@@ -64,12 +64,12 @@ class RowEncoder:
         self._chats = is_conversational_row(first)
         self._completion_only = self._wants_completion(first)
         self._check_masks(first)
-        self._template = self._chat_template() if self._chats else None
+        self._template = self._chat_template(first) if self._chats else None
         is_plain = not self._chats and self._kind != "tokens"
         self._eos = self._end_token() if is_plain else ""
         self._bos, self._adds_eos = self._added() if is_plain else ("", False)
 
-    def _chat_template(self) -> ChatTemplate:
+    def _chat_template(self, first: Row) -> ChatTemplate:
         spans = self._options.assistant_only_loss
         if spans and not getattr(self._tokenizer, "is_fast", False):
             fix = "needs a fast tokenizer, which knows the characters of each token"
@@ -81,6 +81,13 @@ class RowEncoder:
                 "the chat template has nothing that ends a turn of the assistant within its markers, so with "
                 "assistant_only_loss=True the model does not learn to stop. Put the end of the turn between "
                 "{% generation %} and {% endgeneration %}, or train on all tokens.",
+            )
+        if template.calls_date() and not first.get("chat_template_kwargs"):
+            warn_once(
+                _logger,
+                "the chat template writes the date of today (strftime_now), so a run that is resumed on another day "
+                "may read other tokens than an uninterrupted one. Set the date in a template (chat_template_path), or "
+                "by a column chat_template_kwargs if the template takes it, as Llama's takes date_string.",
             )
         return template
 

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.core.errors import Problem, refuse
+from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import STREAM_ORDER, derive_seed
 
+_logger = get_logger(__name__)
 STOPPING = ("first_exhausted", "all_exhausted")
 Ints = NDArray[np.int64]
 
@@ -66,6 +68,13 @@ class DatasetMixture:
         )
         self.wanted = dict(zip(self.names, (shares / shares.sum()).tolist(), strict=True))
         self._counts = _counts(shares / shares.sum(), self._sizes, stopping_strategy, length)
+        for name, count in self.counts.items():
+            if not count:  # each epoch has as many, so it is never read
+                warn_once(
+                    _logger,
+                    f"the mixture has no sample of {name!r}: its share of {sum(self._counts):,} samples is "
+                    f"{self.wanted[name]:.2g}, less than one. Raise its weight, or the length of an epoch.",
+                )
         self._seed = seed
         self._seeds = [
             (seeds or {}).get(name, derive_seed(STREAM_ORDER, seed, *name.encode())) for name in self.names

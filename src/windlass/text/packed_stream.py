@@ -137,7 +137,7 @@ class PackedStream(IterableDataset[dict[str, Array]]):
         if self._ended:
             return iter(())
         documents = iter(self.documents)
-        if state["documents"] is None:
+        if state["documents"] is None or not self._has_state():
             for _ in range(self._read):
                 next(documents, None)
         return documents

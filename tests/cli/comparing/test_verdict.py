@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,14 @@ def test_times_are_those_of_the_fastest_update_after_the_first(tmp_path: Path) -
     found = record(tmp_path / "own", *changes)
     assert found.seconds == 0.4
     assert found.pause == 5.0
+
+
+@pytest.mark.parametrize(
+    ("own", "ours", "most"),
+    [(nan, nan, None), (inf, inf, None), (nan, 1.0, inf), (1.0, inf, inf), (1.0, 1.5, 0.5)],
+)
+def test_values_that_are_not_finite_are_compared(
+    own: float, ours: float, most: float | None, tmp_path: Path
+) -> None:
+    records = (record(tmp_path / "own", weight=own), record(tmp_path / "ours", weight=ours))
+    assert farthest_weight(*records) == (None if most is None else ("layer.weight", most))

@@ -57,10 +57,12 @@ class Recorder:
         self._known: WeakSet[nn.Module] = WeakSet()
         self._model: nn.Module | None = None
         self._names: dict[int, str] = {}
+        self._unnamed: dict[int, str] = {}  # parameters of no module
         self.inside_backward = False
         self._seen: list[str] = []  # rows of the last forward
         self.pending_rows: list[list[str]] = []
         self._losses: list[Tensor] = []
+        self._created = time.perf_counter()
         self._started: float | None = None
         self._ended: float | None = None
         self._own = 0.0  # seconds of this recorder since the update began
@@ -105,7 +107,9 @@ class Recorder:
         """Note the weights, and leave the process after the last update that was asked for."""
         now = time.perf_counter()
         update = self.updates[-1]
-        update["seconds"] = now - (self._started or now) - self._own
+        # Without a module that is called, an update lasts from the end of the one before.
+        began = next(time for time in (self._started, self._ended, self._created) if time is not None)
+        update["seconds"] = now - began - self._own
         for parameter in _parameters(optimizer):
             update["digests"][self._name(parameter)] = _digest(parameter)
         self._started, self._ended, self._own = None, time.perf_counter(), 0.0
@@ -180,7 +184,12 @@ class Recorder:
         (place / "record.json").write_text(json.dumps(record), "utf-8")
 
     def _name(self, parameter: Tensor) -> str:
-        return _plain(self._names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}"))
+        if (name := self._names.get(id(parameter))) is not None:
+            return _plain(name)
+        number = len(self._unnamed) + 1
+        return self._unnamed.setdefault(
+            id(parameter), f"parameter {number} of shape {tuple(parameter.shape)}"
+        )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

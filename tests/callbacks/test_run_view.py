@@ -1,0 +1,42 @@
+"""What a damaged record leaves of a run: everything else is shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.callbacks.test_report import failed_run
+
+from windlass.callbacks.page_file import render_page
+from windlass.callbacks.report import summarised
+from windlass.callbacks.run_record import RECORD
+from windlass.callbacks.run_view import read_run
+
+
+@pytest.mark.parametrize("changed", [1, [1], {"learning_rate": 0.1}, {"learning_rate": [0.1]}])
+def test_changed_arguments_that_are_no_pairs_are_left_out(tmp_path: Path, changed: Any) -> None:
+    failed_run(tmp_path)
+    record = json.loads((tmp_path / RECORD).read_text())
+    record["sessions"] *= 2
+    record["sessions"][-1] = {**record["sessions"][-1], "changed": changed}
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    assert "failed at" in render_page([summarised(read_run(tmp_path))])
+
+
+def test_seconds_beyond_every_float_are_not_seconds(tmp_path: Path) -> None:
+    failed_run(tmp_path)
+    record = json.loads((tmp_path / RECORD).read_text())
+    record["sessions"][-1] |= {"step": 5, "seconds": {"compute": 10**400}}
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    assert "it is left out" in read_run(tmp_path).notes[0]
+
+
+def test_scores_beyond_every_float_are_not_shown(tmp_path: Path) -> None:
+    failed_run(tmp_path)
+    answer = {"step": 5, "prompt": "What?", "answer": "That.", "scores": {"f1": 10**400, "exact": 1.0}}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(answer) + "\n")
+    page = render_page([summarised(read_run(tmp_path))])
+    assert "exact 1" in page
+    assert "f1" not in page
