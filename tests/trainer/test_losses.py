@@ -239,9 +239,7 @@ def test_a_plain_mean_is_said_once_and_terms_are_none(
     assert sum("plain mean" in text for text in said) == times
 
 
-@pytest.mark.parametrize(
-    ("reads", "wide", "times"), [(False, True, 1), (True, True, 0), (False, False, 0)]
-)  # fmt: skip
+@pytest.mark.parametrize(("reads", "wide", "times"), [(False, True, 1), (True, True, 0), (False, False, 0)])
 def test_a_loss_of_positions_that_does_not_read_its_count_is_taken_as_a_mean(
     reads: bool, wide: bool, times: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
