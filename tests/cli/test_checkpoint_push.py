@@ -56,6 +56,11 @@ def test_a_folder_with_a_model(hub: Hub, run: Path, tmp_path: Path) -> None:
     (run / "checkpoint-1/model.safetensors").rename(tmp_path / "model/model.safetensors")
     assert checkpoint_command(["push", str(tmp_path / "model"), "mine"]) == 0
     assert set(hub.files("someone/mine")) == {"model.safetensors"}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match="other holds no model in safetensors files: export it first"):
+        checkpoint_command(["push", str(tmp_path / "other"), "another"])
+    assert "someone/another" not in hub.repositories
 
 
 def test_the_final_model_of_a_run_is_not_that_of_its_newest_checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import subprocess
@@ -136,3 +137,15 @@ def test_update_keeps_what_means_something(home: Path, capsys: pytest.CaptureFix
     assert "num_proceses" in said
     assert "fsdp_ofload" in said
     assert main(["config", "update", "--config_file", str(home / "absent.yaml")]) == 2
+
+
+def test_a_json_file_stays_one(home: Path) -> None:
+    path = home / "launch.json"
+    assert main(["config", "--default", "--config_file", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert (document["num_processes"], document["mixed_precision"]) == (1, "no")
+    path.write_text('{"num_processes": 2, "num_proceses": 3}')
+    assert main(["config", "update", "--config_file", str(path)]) == 0
+    assert json.loads(path.read_text()) == {"num_processes": 2}
+    settings = from_file(path)
+    assert (settings.problems, settings["launch.processes"].value) == ([], 2)

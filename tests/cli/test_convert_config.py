@@ -150,6 +150,9 @@ def test_printed_it_is_a_recipe_with_the_list_on_top(tmp_path: Path, capsys: Any
         "task": "sft", "model": {"name": "hub/model"},
         "data": {"format": "hub", "train": "hub/data", "eval_fraction": 0},
     }  # fmt: skip
+    assert main(["convert-config", str(path), "--output", str(path)]) == 2
+    assert "is the file that is converted; name another" in capsys.readouterr().err
+    assert "unknown_thing" in path.read_text()
     assert main(["convert-config", str(path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["recipe"], facts["written"]) == (values, None)

@@ -252,7 +252,11 @@ def test_columns_of_a_file_are_named_as_in_a_recipe(
         (["show", "CHATS", "max_lenght=3"], "did you mean max_length?"),
         (["show", "nowhere.jsonl"], "no such file"),
         (["show", "CHATS", "--split", "eval"], "there is no split 'eval'"),
-        (["show", "CHATS", "--start", "9"], "must be less than the number of rows, 5"),
+        (["show", "CHATS", "--start", "9"], "--start=9: must be from 0 to 4: there are 5 rows"),
+        (["show", "CHATS", "--rows", "0"], "--rows=0: must be at least 1"),
+        (["show", "CHATS", "max_length=long"], "max_length='long': must be a whole number"),
+        (["show", "CHATS", "data.max_samples=0"], "data.max_samples=0: must be at least 1"),
+        (["show", "CHATS", "data.format=jsnl"], "data.format='jsnl'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -61,6 +61,48 @@ def test_the_command_that_resumes(words: list[str], command: str) -> None:
     assert resume_command(words) == command
 
 
+def test_a_checkpoint_may_lie_below_a_folder_with_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=0.1" / "checkpoint-3").mkdir(parents=True)
+    words = ["a.yaml", "--resume", "lr=0.1/checkpoint-3"]
+    assert read_options(words).resume == "lr=0.1/checkpoint-3"
+    assert resume_command(["train", *words]) == "windlass train a.yaml --resume"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["init", "digits", "file/recipe.yaml"],
+        ["convert-config", "theirs.yaml", "--output", "absent/recipe.yaml"],
+        ["config", "--default", "--config_file", "file/launch.yaml"],
+        ["checkpoint", "ls", "file/run"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_in_one_line(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "theirs.yaml").write_text("model_name_or_path: hub/model\ndataset_name: hub/data\n")
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("windlass: ")
+    assert words[-1].partition("/")[0] in line
+
+
+def test_commands_to_copy_are_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "digits", "my own/recipe.yaml"]) == 0
+    assert "windlass train 'my own/recipe.yaml'\n" in capsys.readouterr().out
+    assert "windlass train 'my own/recipe.yaml'" in Path("my own/recipe.yaml").read_text()
+    assert main(["config", "--default", "--config_file", "my own/launch.yaml"]) == 0
+    assert "windlass launch --config_file 'my own/launch.yaml' script.py" in capsys.readouterr().out
+
+
 def test_the_command_that_resumes_a_job_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)

@@ -154,6 +154,15 @@ def test_mistakes_are_named(
     assert fix in capsys.readouterr().err
 
 
+def test_whether_positions_are_divided_is_true_or_false(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    words = ["parallel.tp_sequence_parallel=maybe", "--layout", "tp=2"]
+    assert main(["prove", str(tmp_path / "config.json"), *words]) == 2
+    assert "parallel.tp_sequence_parallel='maybe': must be true or false" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["absent/config.json", "generation_config.json", "."])
 def test_only_the_configuration_of_a_model_is_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

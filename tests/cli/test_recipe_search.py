@@ -50,6 +50,8 @@ def test_a_recipe_is_searched_and_continued(folder: Path, capsys: pytest.Capture
             "space.training.sed=[1]: is not a key of a recipe; did you mean",
         ),
         ("trials: 3", "space=None: must be a mapping"),
+        ("metric: 3\nspace: {training.seed: [1]}", "space.yaml:1: metric=3: must be text or a list"),
+        ("trials: many\nspace: {training.seed: [1]}", "trials='many': must be a whole number"),
         ("space: {training.seed: 3}", "hp_space.training.seed=3: must be a list of values"),
         ("backend: tpe\nspace: {training.seed: [1]}", "backend='tpe': must be one of optuna, random, grid"),
     ],

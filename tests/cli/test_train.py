@@ -304,6 +304,22 @@ def test_a_signal_leaves_a_state_that_resumes(
     assert "2 steps in" in out, out
 
 
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals to a process")
+def test_the_launcher_of_a_recipe_reports_the_step_at_which_it_exited(room: Path) -> None:
+    launch = ("launch", "--cpu", "--num_processes", "1", "-m", "windlass", "train", "lm.yaml")
+    endless = ("training.max_steps=100000", "training.logging_steps=1", "training.eval_strategy=no")
+    with Started("windlass", *launch, *endless, cwd=room, environ=NO_DEVICE) as process:
+        for line in process.stdout:
+            if "loss" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        ended, said = process.end()
+    assert ended == 75, said
+    (step,) = re.findall(r"Interrupted: \S+/checkpoint-(\d+) is complete", said)
+    assert f"the job saved and exited at step {step}, as requested" in said
+
+
 def test_the_built_in_recipe(room: Path, windlass: Run) -> None:
     shorter = [
         "training.max_steps=14",

@@ -129,6 +129,11 @@ def test_another_host_needs_the_token(runs: Path) -> None:
         assert ask(port, "/page?run=first", Cookie=cookie.partition(";")[0], Host="node17")[0] == 200
 
 
+def test_more_runs_than_a_page_shows_are_refused(port: int) -> None:
+    status, _, text = ask(port, "/page?" + "&".join(["run=first"] * 9))
+    assert (status, text) == (400, "9 runs are chosen, and a page shows 8 at most: choose fewer")
+
+
 def test_it_may_be_started_before_the_first_run(tmp_path: Path) -> None:
     with server(tmp_path / "runs") as (port, _):
         assert "No runs yet." in ask(port, "/")[2]

@@ -46,6 +46,10 @@ def test_a_merged_model_computes_the_same(tmp_path: Path) -> None:
     assert torch.allclose(logits(merged), logits(model), atol=1e-6)
     assert not torch.allclose(logits(merged), logits(small.model().eval()), atol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "<eos>"
+    words = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "parts"), "--merge"]
+    assert main([*words, "--max-shard-size", "10KB"]) == 0
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 1
+    assert main([*words, "--force"]) == 2
     with pytest.raises(CheckpointError, match="there already"):
         merge_adapter(tmp_path / "run", tmp_path / "merged")
 

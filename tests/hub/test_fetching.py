@@ -41,6 +41,8 @@ def test_a_checkpoint_comes_back_to_the_bit_and_only_once(
     for same in ("@main/last-checkpoint", "/last-checkpoint/", "/"):
         assert fetch(f"hub:someone/run{same}", token, tmp_path) == path
     assert not any("optimizer" in request for request in hub.requests[asked:])
+    os.truncate(path / "optimizer.safetensors", 9)  # as after a power failure
+    assert content(fetch("hub:someone/run", token, tmp_path)) == content(published)
 
 
 def test_what_a_killed_download_left_is_removed(
@@ -75,6 +77,32 @@ def test_other_processes_take_what_the_first_one_fetched(
     asked = len(hub.requests)
     assert fetched_before(address, tmp_path) == path
     assert len(hub.requests) == asked
+
+
+def test_machines_that_share_a_disk_download_at_once(
+    hub: Hub, token: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first of them has put in its place stays there: its ranks read it."""
+    arrive, others = HubClient.fetch, list[int]()
+
+    def meanwhile(client: HubClient, name: str, revision: str, folder: Path) -> Path:
+        if not name.endswith("manifest.json") and not others:
+            others.append(0)  # that of the other machine arrives undisturbed
+            others[0] = fetch("hub:someone/run", token, tmp_path).stat().st_ino
+        return arrive(client, name, revision, folder)
+
+    monkeypatch.setattr(HubClient, "fetch", meanwhile)
+    path = fetch("hub:someone/run", token, tmp_path)
+    assert path.stat().st_ino == others[0]
+    assert content(path) == content(published)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_for_all_ranks(
+    hub: Hub, token: str, published: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be downloaded into .*file/run"):
+        fetch("hub:someone/run", token, tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize(

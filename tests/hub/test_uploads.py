@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.hub.fixtures import end_uploads
@@ -69,6 +70,30 @@ def test_after_ctrl_c_kept_its_thread_from_starting_a_later_upload_is_made(
     running.add(upload(tmp_path, "later"))
     assert running.finish(20, print) == []
     assert hub.files("someone/run").keys() == {"first.json", "later.json"}
+
+
+def test_an_upload_that_a_script_cancels_is_left_out(
+    hub: Hub, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, may_go_on = threading.Event(), threading.Event()
+    commit = HubClient.commit
+
+    def held(*given: Any, **named: Any) -> str:
+        entered.set()
+        assert may_go_on.wait(60)
+        return commit(*given, **named)
+
+    running, uploads = Uploads(client(token), every=True), [upload(tmp_path, name) for name in "abc"]
+    monkeypatch.setattr(HubClient, "commit", held)
+    for one in uploads[:2]:
+        running.add(one)
+    assert entered.wait(60)
+    assert [one.commit.cancel() for one in uploads[:2]] == [False, True]
+    may_go_on.set()
+    running.add(uploads[2])
+    assert running.finish(60, print) == []
+    assert hub.files("someone/run").keys() == {"a.json", "c.json"}
+    assert not uploads[1].files.path.exists()
 
 
 def test_the_ends_of_uploads_are_noted_beside_the_run(hub: Hub, token: str, tmp_path: Path) -> None:

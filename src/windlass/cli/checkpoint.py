@@ -7,19 +7,13 @@ import importlib
 
 from windlass.cli.command_line import DTYPES, CommandParser
 from windlass.config.sections.fields import TRAINED_SCHEME
-from windlass.core.errors import CheckpointError
 
 
 def checkpoint_command(words: list[str]) -> int:
     """Run one of the commands, and return the exit code."""
     options = build_parser().parse_args(words)
     module, function, _ = _COMMANDS[options.action]
-    try:
-        return int(getattr(importlib.import_module(f"windlass.cli.{module}"), function)(options))
-    except BrokenPipeError:
-        raise  # of the reader of the output
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
+    return int(getattr(importlib.import_module(f"windlass.cli.{module}"), function)(options))
 
 
 # Module, function and help of each command.

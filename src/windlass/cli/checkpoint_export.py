@@ -78,6 +78,9 @@ def _merge_problems(options: argparse.Namespace, form: str) -> list[Problem]:
     if options.merge and form != "hf":
         fix = "writes a folder for from_pretrained; name a folder as TARGET"
         problems.append(Problem("--merge", options.target, fix))
+    if options.merge and options.force:
+        fix = "a merge writes into a new folder only: leave it out, and name another or remove the earlier result"
+        problems.append(Problem("--force", True, fix))
     if options.merge and options.tensors == "optimizer":
         problems.append(Problem("--merge", True, "merges weights; leave out --tensors"))
     return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -29,8 +30,13 @@ def push_command(options: argparse.Namespace) -> int:
     model = _model(folder) if options.model_only else []
     checkpoint = None if model else _checkpoint(folder)
     if checkpoint is None:
+        names = model or model_files(open_folder(folder))
+        if names is None:
+            advice = f"windlass checkpoint export {shlex.quote(str(folder))} NEW_FOLDER"
+            raise CheckpointError(
+                f"{folder} holds no model in safetensors files: export it first, with {advice}"
+            )
         publisher = _connected(Publisher(settings, folder))
-        names = model or model_files(open_folder(folder)) or []
         publisher.push({name: folder / name for name in names}, "Upload of the model", folder)
     else:
         publisher = _connected(Publisher(settings, checkpoint.parent))

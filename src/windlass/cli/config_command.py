@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def config_command(words: list[str]) -> int:
         else asked(LinePrompter())
     )
     write_file(settings, path)
-    flag = f"--config_file {options.config_file} " if options.config_file else ""
+    flag = f"--config_file {shlex.quote(options.config_file)} " if options.config_file else ""
     say(f"wrote {path}\nstart a script with it: windlass launch {flag}script.py")
     return 0
 
@@ -189,7 +190,7 @@ def _answer(prompt: LinePrompter, question: Question, default: str) -> Any:
 
 
 def _update(named: str | None) -> None:
-    path = Path(named) if named else find_file(os.environ)[0]
+    path = Path(named).expanduser() if named else find_file(os.environ)[0]
     if path is None:
         fix = "no launch file to update; `windlass config` writes one"
         raise ConfigError(Problem("--config_file", None, fix))

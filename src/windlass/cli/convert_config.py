@@ -15,7 +15,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 from windlass.core.terminal import folded
-from windlass.core.whole_file import read_text
+from windlass.core.whole_file import read_text, write_whole
 from windlass.recipes.recipe import training_arguments, training_fields
 from windlass.recipes.schema import Recipe, field_names
 
@@ -46,17 +46,19 @@ def build_parser() -> CommandParser:
 def convert_command(arguments: Sequence[str]) -> int:
     """Run `windlass convert-config`, and return the exit code."""
     options = build_parser().parse_intermixed_args(list(arguments))
-    path = Path(options.file)
+    path, output = Path(options.file), None if options.output is None else Path(options.output)
+    if output is not None and output.exists() and output.samefile(path):
+        raise ConfigError(Problem("--output", str(output), "is the file that is converted; name another"))
     made = convert(_read(path) | _given(options.values), path.parent)
     text = render(made, f"From {path.name}, a configuration of {made.program}.")
-    if options.output is not None:
-        Path(options.output).write_text(text, encoding="utf-8")
+    if output is not None:
+        write_whole(output, text)
     if options.json:
         lost = {name: {"value": value, "reason": reason} for name, (value, reason) in made.lost.items()}
         facts = {"program": made.program, "recipe": made.recipe, "not_carried_over": lost}
         say_json({**facts, "written": options.output})
         return 0
-    if options.output is None:
+    if output is None:
         say(text, end="")
         return 0
     say(f"{options.output}: written. Not carried over: {len(made.lost)} keys" + ("" if made.lost else "."))
@@ -119,5 +121,9 @@ def render(made: Any, head: str) -> str:
     lines = [f"# {head}"]
     if made.lost:
         lines += ["#", "# Not carried over:"]
-        lines += [f"#   {name}: {one_line(value)}  ({why})" for name, (value, why) in made.lost.items()]
+        # A reason is on one line too: what follows a line break would be read as a key of the recipe.
+        lines += [
+            f"#   {name}: {one_line(value)}  ({' '.join(why.split())})"
+            for name, (value, why) in made.lost.items()
+        ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(made.recipe, sort_keys=False, allow_unicode=True)

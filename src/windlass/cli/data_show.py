@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from windlass.config.documents import parse_override
-from windlass.config.values import coerce
+from windlass.config.sections.setting import rules_in
+from windlass.config.values import alternatives, coerce, value_fault
 from windlass.core.errors import ConfigError, DataError, Problem, nearest, refuse
 from windlass.core.output import STDOUT, say, say_json
 from windlass.finetuning.prepared_text import prepare_kept
@@ -79,7 +80,18 @@ def _checked(kind: type, values: Mapping[str, Any], known: Sequence[str], prefix
             fix = f"did you mean {prefix}{close}?" if close else f"known: {', '.join(known)}"
             problems.append(Problem(prefix + name, values[name], f"is not an option; {fix}"))
     refuse(problems)
-    return coerce(kind, values)
+    given, hints = coerce(kind, values), alternatives(kind)
+    refuse(
+        Problem(prefix + item.name, given[item.name], fault)
+        for item in fields(kind)
+        if item.name in given
+        and (
+            fault := value_fault(
+                given[item.name], hints[item.name], rules_in(item), item.metadata.get("choices")
+            )
+        )
+    )
+    return given
 
 
 _BAR = 40
@@ -193,9 +205,14 @@ def _chosen(splits: Mapping[str, _Split], name: str) -> _Split:
 
 
 def _span(options: argparse.Namespace, count: int) -> range:
-    if not 0 <= options.start < count or options.rows < 1:
-        fix = f"must be less than the number of rows, {count}"
-        raise ConfigError(Problem("--start", options.start, fix))
+    problems = []
+    if not 0 <= options.start < count:
+        problems.append(
+            Problem("--start", options.start, f"must be from 0 to {count - 1}: there are {count} rows")
+        )
+    if options.rows < 1:
+        problems.append(Problem("--rows", options.rows, "must be at least 1"))
+    refuse(problems)
     return range(options.start, min(options.start + options.rows, count))
 
 

@@ -62,9 +62,9 @@ def evaluate_command(words: Sequence[str]) -> int:
         apply_chat_template=options.apply_chat_template,
     )
     facts = _facts(name, options, model, found)
-    if options.output is not None:
-        write_whole(options.output, as_json(facts))
     answer(options, facts, _lines(facts, found))
+    if options.output is not None:  # after they are printed, because a disk may be full
+        write_whole(options.output, as_json(facts))
     for note in _notes(options, tokenizer, found):
         say(note, error=True)
     return 0
@@ -156,6 +156,7 @@ def _open(name: str, options: argparse.Namespace, device: torch.device | None) -
     """Return the model and its tokenizer. Raises ConfigError if a chat template is asked for that it lacks."""
     import torch
 
+    from windlass.finetuning.merging import merge
     from windlass.finetuning.trained_model import open_trained
 
     hide_loading_bars()
@@ -165,7 +166,7 @@ def _open(name: str, options: argparse.Namespace, device: torch.device | None) -
         raise ConfigError(
             Problem("--apply_chat_template", True, f"the tokenizer of {name} has no chat template")
         )
-    return model.merge_and_unload(safe_merge=True) if options.merge else model, tokenizer
+    return merge(model) if options.merge else model, tokenizer
 
 
 def _facts(name: str, options: argparse.Namespace, model: Any, found: Sequence[Score]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from windlass.cli.command_line import CommandParser
@@ -27,9 +28,10 @@ def init_command(words: list[str]) -> int:
     # The commands in its header run the copy.
     command = rf"^(#.*windlass train)(?: {source.stem})?(?= |$)"
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = re.sub(command, lambda found: f"{found[1]} {target}", text, flags=re.MULTILINE)
+    quoted = shlex.quote(str(target))
+    text = re.sub(command, lambda found: f"{found[1]} {quoted}", text, flags=re.MULTILINE)
     target.write_text(EDITOR_LINE + text, encoding="utf-8")
-    say(f"{target} is written. Run it:\n  windlass train {target}")
+    say(f"{target} is written. Run it:\n  windlass train {quoted}")
     return 0
 
 

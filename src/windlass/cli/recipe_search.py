@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.command_line import EXIT_INTERRUPTED
 from windlass.config.documents import load
+from windlass.config.values import alternatives, type_fault
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.output import say
@@ -76,6 +77,12 @@ def read_spec(path: Path) -> SearchSpec:
         # Below a key that holds a mapping (`adapter.r`) anything may be.
         strange = {k: v for k, v in space.items() if not any(k.startswith(f"{key}.") for key in keys)}
         problems += unknown(strange, keys, partial(document.where, "space"), "is not a key of a recipe")
+    hints = alternatives(SearchSpec)
+    problems += [
+        Problem(document.where(name), value, fault)
+        for name, value in values.items()
+        if name in hints and name != "space" and (fault := type_fault(value, hints[name]))
+    ]
     refuse(problems)
     return SearchSpec(**values)
 

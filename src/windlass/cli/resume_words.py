@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,10 +34,15 @@ def _resuming(arguments: Sequence[str]) -> list[str]:
         elif word == "--resume":
             # The checkpoint after it is older than the newest one.
             following = arguments[index + 1] if index + 1 < len(arguments) else "-"
-            skip = not (following.startswith("-") or "=" in following or is_recipe(following))
+            skip = not following.startswith("-") and names_checkpoint(following)
         elif not word.startswith("--resume=") and word != "--dry-run":
             kept.append(word)
     return [*kept, "--resume"]
+
+
+def names_checkpoint(word: str) -> bool:
+    """Return True if a word after `--resume` is the checkpoint to resume from, and not a recipe or an override."""
+    return os.path.isdir(word) or not ("=" in word or is_recipe(word))
 
 
 def _launcher() -> list[str]:

@@ -16,7 +16,7 @@ from windlass.cli.resume_words import resume_command, start_command
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.activity import Activity
-from windlass.core.errors import EXIT_PREEMPTED, Preempted
+from windlass.core.errors import Preempted
 from windlass.core.events import TrainerState
 from windlass.core.locations import shown_path
 from windlass.core.optional import check_installed
@@ -65,7 +65,7 @@ def train_by_recipe(options: argparse.Namespace, arguments: Sequence[str]) -> in
         return _interrupted(args, arguments)
     except Preempted as left:
         _say_how_to_resume(left.folder, arguments)
-        return EXIT_PREEMPTED
+        raise  # ends the process with its code; a launcher notes the step
 
 
 class RunEnds(TrainerCallback):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Sequence
 
 from windlass.cli.command_line import CommandParser, names_and_overrides
+from windlass.cli.resume_words import names_checkpoint
 from windlass.core.errors import nearest
 from windlass.recipes.built_in_recipes import is_recipe
 
@@ -68,9 +68,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     # argparse collects positional arguments up to the first option only.
     given = [*options.words, *rest]
     resume = options.resume
-    # `--resume key=value` and `--resume recipe.yaml` name no checkpoint.
-    is_word = isinstance(resume, str) and (is_recipe(resume) or "=" in resume)
-    if is_word and not os.path.isdir(resume):
+    if isinstance(resume, str) and not names_checkpoint(resume):
         given.append(resume)
         options.resume = True
     recipes, options.overrides = names_and_overrides(given)

@@ -87,6 +87,10 @@ def application(folder: Path, token: str) -> Any:
         return responses.HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": _POLICY})
 
     async def page(request: Any) -> Any:
+        chosen = len(request.query_params.getlist("run"))
+        if chosen > _MOST_RUNS:
+            text = f"{chosen} runs are chosen, and a page shows {_MOST_RUNS} at most: choose fewer"
+            return responses.PlainTextResponse(text, status_code=400, headers=_HEADERS)
         runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)

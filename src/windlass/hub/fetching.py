@@ -30,7 +30,7 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
     """Download a checkpoint into the run's `folder`, and return where it is. Its hashes are verified when it is opened.
 
     All files are of the one commit that the branch points to when this begins. A checkpoint that was downloaded before
-    is used again if its manifest is the same.
+    is used again if its manifest and the sizes of its files are the same.
 
     Args:
         address: `hub:OWNER/NAME[@REVISION][/FOLDER]`; the folder is `last-checkpoint` by default. A slash in the name
@@ -43,11 +43,11 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
     if match is None:
         fix = "name a repository as hub:OWNER/NAME, with @REVISION and /FOLDER if needed"
         raise ConfigError(Problem("resume_from_checkpoint", address, fix))
-    remove_stale(folder)
     # Of its own, because processes that find the checkpoint there read its manifest again at the same time.
     place, files = match["folder"] or LAST, StagedFiles(folder)
-    staged = files.path
     try:
+        remove_stale(folder)
+        staged = files.path
         client = HubClient(match["repository"], token)
         commit = client.commit_of(unquote(match["revision"] or "") or None)
         sizes = client.sizes(place, commit)
@@ -64,19 +64,43 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
         manifest = Files().read(path, MAX_MANIFEST_BYTES)
         info = parse_manifest(staged / place, manifest)
         target = folder / STAGING / f"checkpoint-{info.step}"
-        if not ((target / MANIFEST_NAME).is_file() and (target / MANIFEST_NAME).read_bytes() == manifest):
+        if not _holds(target, manifest, info):
             _check_listed(address, info, {name: sizes.get(f"{place}/{name}") for name in info.files})
             for name in info.files:
                 client.fetch(f"{place}/{name}", commit, staged)
-            shutil.rmtree(target, ignore_errors=True)
-            (staged / place).rename(target)
+            _put(staged / place, target, manifest, info)
         (staged / _NEWEST).write_text(json.dumps({address: target.name}), "utf-8")
         (staged / _NEWEST).replace(folder / STAGING / _NEWEST)
         return target
     except HubError as error:
         raise CheckpointError(str(error)) from None
+    except OSError as error:  # one kind of error, because other ranks wait for it
+        raise CheckpointError(f"{address} cannot be downloaded into {folder}: {error}") from error
     finally:
         files.remove()
+
+
+def _holds(target: Path, manifest: bytes, info: CheckpointInfo) -> bool:
+    """Return True if a folder has this checkpoint, with all files in their sizes."""
+    path = target / MANIFEST_NAME
+    if not (path.is_file() and path.read_bytes() == manifest):
+        return False
+    files = {name: target / name for name in info.files}
+    return all(
+        file.is_file() and file.stat().st_size == info.files[name].size for name, file in files.items()
+    )
+
+
+def _put(made: Path, target: Path, manifest: bytes, info: CheckpointInfo) -> None:
+    """Move a whole download to its place. Another machine of the job may have put the same checkpoint there meanwhile,
+    on a disk that they share: that one stays, because its ranks read it.
+    """
+    try:
+        made.rename(target)
+    except OSError:  # the place is taken
+        if not _holds(target, manifest, info):
+            shutil.rmtree(target, ignore_errors=True)
+            made.rename(target)
 
 
 def _check_listed(address: str, info: CheckpointInfo, listed: Mapping[str, int | None]) -> None:

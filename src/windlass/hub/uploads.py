@@ -135,6 +135,9 @@ class Uploads:
             self._waiting, self._current = [], None
             self._thread = None  # it may never return from the Hub
             for upload in rest:
+                if upload.commit.cancelled():
+                    upload.files.remove()
+                    continue
                 upload.given_up.set()
                 upload.error = upload.error or why
                 self._fail(upload)
@@ -150,7 +153,12 @@ class Uploads:
                 if not self._waiting:
                     self._thread = None  # a later upload gets another one
                     return
-                self._current = upload = self._waiting.pop(0)
+                upload = self._waiting.pop(0)
+                # From here on a script cannot cancel it any more; one that it cancelled is left out.
+                if not upload.commit.set_running_or_notify_cancel():
+                    upload.files.remove()
+                    continue
+                self._current = upload
             address = self._try(upload)
             with self._lock:
                 if self._thread is not this:

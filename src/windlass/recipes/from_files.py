@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def write_file(settings: Settings, path: Path) -> None:
 
 
 def updated(path: Path) -> None:
-    """Rewrite the launch file at `path` as YAML without unknown keys."""
+    """Rewrite the launch file at `path` without unknown keys."""
     _dump(without_unknown(parse_file(path)), path)
 
 
@@ -218,7 +219,15 @@ def _dump(document: Mapping[str, Any], path: Path) -> None:
     import yaml
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, yaml.safe_dump(dict(document), sort_keys=True))
+    whole = dict(document)
+    # As it is read: by its ending (`parse_file`).
+    as_json = path.suffix == ".json"
+    text = (
+        json.dumps(whole, indent=2, sort_keys=True) + "\n"
+        if as_json
+        else yaml.safe_dump(whole, sort_keys=True)
+    )
+    write_whole(path, text)
 
 
 def _kind(settings: Settings) -> str:

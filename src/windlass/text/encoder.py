@@ -16,6 +16,10 @@ from windlass.text.forms import Form, Row, RowError, is_conversational_row, stan
 from windlass.text.word_tokens import WordTokens
 
 _logger = get_logger(__name__)
+_NO_ASSISTANT = (
+    "assistant_only_loss=True, and the chat template marks no token as written by the assistant. Check the roles of "
+    "the row, and that the template has {% generation %} around the assistant's text."
+)
 
 
 @dataclass(slots=True)
@@ -67,7 +71,7 @@ class RowEncoder:
         self._template = self._chat_template(first) if self._chats else None
         is_plain = not self._chats and self._kind != "tokens"
         self._eos = self._end_token() if is_plain else ""
-        self._bos, self._adds_eos = self._added() if is_plain else ("", False)
+        self._bos, self._adds_eos = added_around(tokenizer, self._eos) if is_plain else ("", False)
 
     def _chat_template(self, first: Row) -> ChatTemplate:
         spans = self._options.assistant_only_loss
@@ -122,16 +126,6 @@ class RowEncoder:
             raise ConfigError(Problem("eos_token", None, fix))
         return str(end)
 
-    def _added(self) -> tuple[str, bool]:
-        """The token that the tokenizer puts before a text ("" = none), and if it puts the end token after it."""
-        # Not of an empty text, for which some tokenizers add nothing, but of one that every vocabulary has.
-        special = set(self._tokenizer.all_special_tokens)
-        word = next((token for token in self._tokenizer.get_vocab() if token not in special), self._eos)
-        ids = self._tokenizer(word)["input_ids"]
-        bos = str(self._tokenizer.bos_token or "")
-        begins = bool(bos) and ids[:1] == [self._tokenizer.convert_tokens_to_ids(bos)]
-        return bos if begins else "", ids[-1:] == [self._tokenizer.convert_tokens_to_ids(self._eos)]
-
     def __call__(self, rows: Sequence[Row], first: int) -> EncodedRows:
         """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages. Raises RowError
         if a row is invalid.
@@ -165,8 +159,11 @@ class RowEncoder:
                 names.append("completion_mask")
             masks = [row[name] for name in names if name in row]
             labels = [i if all(bits) else IGNORED for i, *bits in zip(ids, *masks, strict=True)]
-            if "assistant_masks" in row:
-                self._check_assistant(any(row["assistant_masks"]), number)
+            if "assistant_masks" in row and not any(row["assistant_masks"]):
+                raise RowError(
+                    number, "its assistant_masks mark no token: correct the mask, or remove the row"
+                )
+        # The collator pads again, and tokens of padding are none of the document.
         attended = row.get("attention_mask")
         if attended is not None and not all(attended):  # rows that were padded
             labels = [label for label, kept in zip(labels, attended, strict=True) if kept]
@@ -184,9 +181,7 @@ class RowEncoder:
         ids, ranges = self._tokens(texts, spans)
         starts = [0] * len(ids)
         if self._completion_only:
-            alone = self._tokens(prompts, None)[0]
-            if self._adds_eos:
-                alone = [prompt[:-1] for prompt in alone]
+            alone = self._alone(prompts)
             starts = [self._start(prompt, whole) for prompt, whole in zip(alone, ids, strict=True)]
         found = []
         for at, row in enumerate(ids):
@@ -194,7 +189,8 @@ class RowEncoder:
             if ranges is None:
                 labels = [*([IGNORED] * start), *row[start:]]
             else:
-                self._check_assistant(bool(ranges[at]), first + at)
+                if not ranges[at]:
+                    raise RowError(first + at, _NO_ASSISTANT)
                 labels = [IGNORED] * len(row)
                 for begin, end in ranges[at]:
                     labels[max(begin, start) : end] = row[max(begin, start) : end]
@@ -212,6 +208,7 @@ class RowEncoder:
                 raise RowError(first + at, f"holds {found}, and the first row holds {before}")
             if not self._chats:
                 prompt, body = row.get("prompt", ""), row["text"] if "text" in row else row["completion"]
+                # The tokenizer puts its own before the text: two beginnings are not what the model knows.
                 texts.append((prompt + self._ended(body)).removeprefix(self._bos))
                 prompts.append(prompt.removeprefix(self._bos))
                 continue
@@ -227,6 +224,7 @@ class RowEncoder:
 
     def _ended(self, text: str) -> str:
         """The text with one end token, which the tokenizer may add itself."""
+        # With both, the row would end in two end tokens, and a model would learn to go on after the first.
         if self._adds_eos:
             return text.removesuffix(self._eos)
         return text if text.endswith(self._eos) else text + self._eos
@@ -268,6 +266,12 @@ class RowEncoder:
             for offsets, where in zip(encoded["offset_mapping"], spans, strict=True)
         ]
 
+    def _alone(self, prompts: list[str]) -> list[list[int]]:
+        """The tokens of prompts without what follows them."""
+        ids = self._tokens(prompts, None)[0]
+        # A tokenizer that puts the end token after a text takes a prompt for a whole one.
+        return [prompt[:-1] for prompt in ids] if self._adds_eos else ids
+
     def _start(self, prompt: list[int], whole: list[int]) -> int:
         """Where the completion begins: the length of the longest common prefix of the two sequences of ids."""
         if prompt == whole[: len(prompt)]:
@@ -284,15 +288,6 @@ class RowEncoder:
             "End prompts at a token border, or use a chat template that renders a prompt equally in both cases.",
         )
         return length
-
-    def _check_assistant(self, has_target: bool, number: int) -> None:
-        if not has_target:
-            raise RowError(
-                number,
-                "assistant_only_loss=True, and the chat template marks no token as written by the "
-                "assistant. Check the roles of the row, and that the template has {% generation %} around the "
-                "assistant's text.",
-            )
 
     # -- length ------------------------------------------------------------------------------------------------------
 
@@ -336,6 +331,17 @@ class RowEncoder:
         found.places += place
 
 
+def added_around(tokenizer: Any, end: str) -> tuple[str, bool]:
+    """Return the token that a tokenizer puts before a text ("" = none), and if it puts the token `end` after it."""
+    # Not of an empty text, for which some tokenizers add nothing, but of one that every vocabulary has.
+    special = set(tokenizer.all_special_tokens)
+    word = next((token for token in tokenizer.get_vocab() if token not in special), end)
+    ids = tokenizer(word)["input_ids"]
+    bos = str(tokenizer.bos_token or "")
+    begins = bool(bos) and ids[:1] == [tokenizer.convert_tokens_to_ids(bos)]
+    return bos if begins else "", bool(end) and ids[-1:] == [tokenizer.convert_tokens_to_ids(end)]
+
+
 def token_ranges(offsets: Sequence[tuple[int, int]], spans: Spans) -> Spans:
     """Return the (first, last + 1) tokens that have a character in each span; empty ranges are left out.
 
@@ -345,6 +351,8 @@ def token_ranges(offsets: Sequence[tuple[int, int]], spans: Spans) -> Spans:
     """
     found = []
     for start, end in spans:
+        # A token across a border counts: one that joins a space before the answer with its first letters is what the
+        # model has to write first.
         first = bisect_right(offsets, start, key=_last)
         last = bisect_left(offsets, end, lo=first, key=_first)
         if first < last:

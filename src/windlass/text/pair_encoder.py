@@ -154,8 +154,9 @@ class PairEncoder(RowEncoder):
             for at, piece in enumerate(pieces)
         ]
         texts, prompts = self._texts(standard, first)
+        # As one text: a tokenizer may join the end of a prompt and the start of its answer.
         ids = self._tokens(texts, None)[0]
-        alone = ids[::width] if self._whole else self._tokens(prompts[::width], None)[0]
+        alone = ids[::width] if self._whole else self._alone(prompts[::width])
         found = EncodedRows()
         for at in range(len(rows)):
             self._keep(found, alone[at], ids[at * width : (at + 1) * width], first + at)
@@ -202,6 +203,7 @@ class PairEncoder(RowEncoder):
         return texts, prompts
 
     def _keep(self, found: EncodedRows, alone: list[int], answers: list[list[int]], number: int) -> None:
+        # Up to where the prompt alone and every answer agree: all answers of a row get the same prompt.
         shared = min(_common(alone, answer) for answer in answers)
         if self._whole:
             # of each answer something is left, so that no document of the row is empty
@@ -217,9 +219,6 @@ class PairEncoder(RowEncoder):
         found.documents.append([shared, *map(len, rest)])
 
     def _warn_of_cut(self, lost: list[int]) -> None:
-        end = [self._tokenizer.eos_token_id]
-        if self._adds_eos and lost == end:
-            return
         warn_once(
             _logger,
             "the tokens of a prompt are not what the prompt with its answer begins with: the answer starts where they "

@@ -91,6 +91,10 @@ def test_without_a_word_there_is_a_process_for_each_device(script: str) -> None:
     assert resolved(script).processes == 1
     assert resolved(script, machine=TWO_DEVICES).processes == 2
     assert resolved("--cpu", script, machine=TWO_DEVICES).processes == 1
+    for written in ("0,1,", " 0, 1"):
+        plan = resolved("--gpu_ids", written, script, machine=TWO_DEVICES)
+        assert (plan.processes, plan.devices) == (2, "0,1")
+        assert plan.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     plan = resolved("--gpu_ids", "1", script, machine=TWO_DEVICES)
     assert (plan.processes, plan.environment["CUDA_VISIBLE_DEVICES"]) == (1, "1")
 
@@ -140,6 +144,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "expected"), [
     (["--num_processes", "3"], "this machine, which has 2 device(s)"),
     (["--gpu_ids", "0,5"], "--gpu_ids='0,5': names 5"),
+    (["--gpu_ids", "0, 5"], "--gpu_ids='0, 5': names 5"),
     (["--mixed_precision", "bf16"], "--mixed_precision='bf16': has no bfloat16"),
     (["--num_processes", "3", "--num_machines", "2", "--main_process_ip", "h", "--main_process_port", "0"],
      "cannot share it equally"),

@@ -78,11 +78,12 @@ def launch_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> LaunchPlan:
     said = values_for(settings, "launch", LaunchPlan)
-    devices = "" if said["devices"] == "all" else said["devices"]
+    named = [] if said["devices"] == "all" else [word.strip() for word in said["devices"].split(",")]
+    devices = [word for word in named if word]
     cpu = settings.value(rows_training.CPU)
-    visible = 0 if cpu else len(devices.split(",")) if devices else machine.devices
+    visible = 0 if cpu else len(devices) or machine.devices
     return LaunchPlan(
-        **{**said, "devices": devices, "processes": _processes(settings, visible)},
+        **{**said, "devices": ",".join(devices), "processes": _processes(settings, visible)},
         script=options.script,
         arguments=tuple(options.arguments),
         module=options.module,

@@ -251,7 +251,7 @@ def _meeting_point(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
 def _devices(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
     here = plan.processes // plan.machines
     cpu = plan.cpu or machine.devices == 0
-    wanted = [word for word in plan.devices.split(",") if word]
+    wanted = plan.devices.split(",") if plan.devices else []
     count = len(wanted) if wanted else machine.devices
     if not cpu and here > count:
         fix = f"means {here} processes on this machine, which has {count} device(s); start at most {count}, or --cpu"

@@ -89,7 +89,10 @@ def _of_model(overrides: Sequence[str]) -> bool:
     if unknown := given.keys() - {key}:
         fix = f"belongs to a recipe, and this is the configuration of a model; it takes {key} alone"
         raise ConfigError(Problem(min(unknown), given[min(unknown)], fix))
-    return bool(kinds.flag(given.get(key, "false")))
+    try:
+        return bool(kinds.flag(given.get(key, "false")))
+    except ValueError as error:
+        raise ConfigError(Problem(key, given[key], str(error))) from None
 
 
 def _config(recipe: Recipe) -> Any:
