@@ -214,6 +214,18 @@ def test_classes_and_instances_come_and_go() -> None:
     assert not handler.listens("on_log")
 
 
+def test_of_two_equal_callbacks_the_one_that_is_given_is_removed() -> None:
+    """As of dataclasses with the same values."""
+    first, second = (SimpleNamespace(on_save=print) for _ in range(2))
+    assert first == second
+    handler = handler_of(first, second)
+    handler.remove_callback(second)
+    assert [one for one in handler.callbacks if one == first] == [first]
+    assert any(one is first for one in handler.callbacks)
+    handler.remove_callback(SimpleNamespace(on_save=print))
+    assert first not in handler.callbacks, "an equal one, if the given one is not among them"
+
+
 def test_removing_an_absent_instance_is_an_error() -> None:
     with pytest.raises(ValueError, match="Recorder is not among the callbacks: DefaultFlowCallback"):
         handler_of().remove_callback(Recorder())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 from windlass.callbacks.flow import DefaultFlowCallback
@@ -124,13 +125,15 @@ class CallbackHandler:
         self.refresh()
 
     def pop_callback(self, callback: Any) -> Any | None:
-        """Remove and return this instance, or the first of this class; None if there is none."""
-        for position, present in enumerate(self.callbacks):
-            if _matches(present, callback):
-                del self.callbacks[position]
-                self.refresh()
-                return present
-        return None
+        """Remove and return this instance, else one that equals it, or the first of this class; None if there is none."""
+        itself = [position for position, present in enumerate(self.callbacks) if present is callback]
+        alike = (position for position, present in enumerate(self.callbacks) if _matches(present, callback))
+        position = next(chain(itself, alike), None)
+        if position is None:
+            return None
+        removed = self.callbacks.pop(position)
+        self.refresh()
+        return removed
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback. Raises ValueError for an *instance* that is not among the callbacks; an absent class is
@@ -318,7 +321,7 @@ def _takes_any(method: Any) -> bool:
 
 def _matches(present: Any, wanted: Any) -> bool:
     if not isinstance(wanted, type):
-        return present is wanted or bool(present == wanted)
+        return bool(present == wanted)
     if isinstance(present, wanted):
         return True
     # Scripts for transformers pass its classes of the built-in callbacks.
