@@ -216,13 +216,14 @@ def test_classes_and_instances_come_and_go() -> None:
 
 def test_of_two_equal_callbacks_the_one_that_is_given_is_removed() -> None:
     """As of dataclasses with the same values."""
-    first, second = (SimpleNamespace(on_save=print) for _ in range(2))
+    saved = Recorder().on_save
+    first, second, another = (SimpleNamespace(on_save=saved) for _ in range(3))
     assert first == second
     handler = handler_of(first, second)
     handler.remove_callback(second)
     assert [one for one in handler.callbacks if one == first] == [first]
     assert any(one is first for one in handler.callbacks)
-    handler.remove_callback(SimpleNamespace(on_save=print))
+    handler.remove_callback(another)
     assert first not in handler.callbacks, "an equal one, if the given one is not among them"
 
 

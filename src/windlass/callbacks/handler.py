@@ -125,7 +125,7 @@ class CallbackHandler:
         self.refresh()
 
     def pop_callback(self, callback: Any) -> Any | None:
-        """Remove and return this instance, else one that equals it, or the first of this class; None if there is none."""
+        """Remove and return this instance, else an equal one, or the first of this class; None if there is none."""
         itself = [position for position, present in enumerate(self.callbacks) if present is callback]
         alike = (position for position, present in enumerate(self.callbacks) if _matches(present, callback))
         position = next(chain(itself, alike), None)
