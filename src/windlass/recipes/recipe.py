@@ -178,6 +178,7 @@ def read_draft(
     draft = RecipeDraft.read(path or DEFAULT)
     draft.override(overrides)
     refuse(draft.wrong_keys())
+    draft.expand_home()
     if output_dir is not None:
         draft.put(("training", "output_dir"), output_dir)
     own = _own_data(draft)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ ALTERNATIVES: dict[Keys, Keys] = {
     ("model", "name"): ("config", "model_type"),
     ("tokenizer", "name"): ("train",),
 }
+
+_PATHS = (("data", "train"), ("data", "eval"), ("data", "test"), ("data", "mixture"), ("model", "name"),
+          ("tokenizer", "name"))  # fmt: skip
 
 
 class RecipeDraft:
@@ -62,6 +66,15 @@ class RecipeDraft:
         """Yield a problem for each key that is not text: YAML reads `1:` and `true:` as values of other types."""
         for keys, name in _keys_of_other_types(self.values, ()):
             yield Problem(self.label(*keys), name, f"is not a name; quote it: {keys[-1]!r}")
+
+    def expand_home(self) -> None:
+        """Write out `~` in the paths of data, model and tokenizer. A shell does it on a command line alone, and the
+        libraries that load them take it for a part of a name.
+        """
+        for section, key in _PATHS:
+            values = self.values.get(section)
+            if isinstance(values, dict) and key in values:
+                values[key] = _at_home(values[key])
 
     def section(self, name: str) -> Any:
         """Return the values of a section; an empty mapping if the recipe has none."""
@@ -110,6 +123,14 @@ class RecipeDraft:
                 if line is not None:
                     return f"{self._source}:{line}: {'.'.join(keys)}"
         return ".".join(keys)
+
+
+def _at_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_at_home(path) for path in value]
+    if isinstance(value, dict):
+        return {_at_home(path): weight for path, weight in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _keys_of_other_types(values: Any, path: Keys) -> Iterator[tuple[Keys, object]]:
