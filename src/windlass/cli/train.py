@@ -127,6 +127,7 @@ def _train(
         from windlass.assemble.resolve import resolve_parallel
         from windlass.cli.screen import RunOutcome, describe_run, render_screen
         from windlass.cli.text_writer import continue_prompt
+        from windlass.dist.operations import gather_object
     # A layout that does not fit is refused before the data is read and a base is trained.
     resolve_parallel(args, world_from_environment())
     task, early = TASKS[recipe.task], early_stopping(recipe)
@@ -152,7 +153,9 @@ def _train(
         evaluation = _final_evaluation(trainer, parts.evaluation is not None)
         if parts.recipe.metric is not None:
             evaluation |= _write_predictions(trainer, parts, args)
-        if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
+        # One answer for all ranks, which save together: a shared folder may show a new name to some of them later.
+        is_saved = (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir()
+        if not any(gather_object([is_saved])):
             _save_last(trainer, args)
         after = continue_prompt(parts, trainer)
     outcome = RunOutcome(
@@ -176,16 +179,26 @@ def early_stopping(recipe: Recipe) -> EarlyStoppingCallback | None:
 
 
 def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> dict[str, float]:
-    """Write what the final weights generate for the test data, or else for the evaluation data; return its metrics."""
+    """Write what the final weights generate for the test data, or else for the evaluation data; return its metrics.
+    Collective. Raises CheckpointError on all ranks if it cannot be written.
+    """
+    from windlass.dist.gang import current
     from windlass.recipes.text_metrics import PREDICTIONS, decoded
+    from windlass.trainer.session import together
 
     chosen = parts.evaluation if parts.test is None else parts.test
     if chosen is None:
         return {}
     output = trainer.predict(chosen, metric_key_prefix="eval" if parts.test is None else "test")
-    if trainer.is_world_process_zero():
-        lines = "".join(f"{text}\n" for text in decoded(parts.tokenizer, output.predictions))
-        write_whole(run_folder(args) / PREDICTIONS, lines)
+
+    def write() -> None:
+        if trainer.is_world_process_zero():
+            lines = "".join(f"{text}\n" for text in decoded(parts.tokenizer, output.predictions))
+            write_whole(run_folder(args) / PREDICTIONS, lines)
+
+    together(
+        current(), write, (OSError,)
+    )  # else the others would wait for the first rank in their next exchange
     return dict(output.metrics)
 
 
