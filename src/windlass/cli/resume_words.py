@@ -56,12 +56,15 @@ def _launcher() -> list[str]:
     return [*torchrun(world.machines, world.local_size), "-m", "windlass"]
 
 
-def resume_recorded(process: Mapping[str, Any], resumes: bool) -> tuple[str | None, str]:
+def resume_recorded(
+    process: Mapping[str, Any], resumes: bool, moved_to: Path | None = None
+) -> tuple[str | None, str]:
     """Return the command line that resumes a recorded run, and what it needs besides; None if it is not recorded.
 
     Args:
         process: `process` of `run.json`.
         resumes: the same command resumes it, whatever is recorded.
+        moved_to: the run's folder, if that is not where the command would look for it.
     """
     words, launcher = process.get("arguments"), process.get("launcher") or []
     if not _are_words(words) or not words or not _are_words(launcher):
@@ -77,18 +80,31 @@ def resume_recorded(process: Mapping[str, Any], resumes: bool) -> tuple[str | No
             start = [*torchrun(machines, processes), *(["-m", "windlass"] if is_command else [script])]
         else:
             start = ["windlass"] if is_command else ["python", script]
-    command = [*start, *(_resuming(rest) if is_command else rest)]
+    if is_command:
+        rest = _resuming(rest if moved_to is None else _of_folder(rest, moved_to))
+    command = [*start, *rest]
     needed = "nothing" if is_command or resumes else process.get("needs")
     if needed == "flag":
         command = with_flag(command)
     needs = []
     if needed not in ("nothing", "flag"):
         needs.append('the script must call trainer.train(resume_from_checkpoint="auto")')
+    if moved_to is not None and not is_command:
+        needs.append(f"the run was moved: its output_dir is {moved_to} now")
     if any(HIDDEN in word for word in command):
         needs.append(f"put back the secrets that are shown as {HIDDEN}")
     folder = process.get("folder")
     place = f"cd {shlex.quote(folder)} && " if isinstance(folder, str) else ""
     return place + shlex.join(command), "; ".join(needs)
+
+
+def _of_folder(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the words of `windlass train` with another output folder."""
+    kept = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before != "--output-dir" and not word.startswith(("--output-dir", "training.output_dir=")):
+            kept.append(word)
+    return [*kept, "--output-dir", str(folder)]
 
 
 def _are_words(found: Any) -> bool:
