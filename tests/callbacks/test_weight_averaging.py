@@ -115,6 +115,31 @@ def test_a_stopped_run_of_mixed_dtypes_ends_with_the_same_bits(tmp_path: Path, a
     assert weights_hash(clean.model.float()) == weights_hash(again.model.float())
 
 
+def test_an_average_beside_an_optimizer_that_has_one_leaves_training_alone(tmp_path: Path) -> None:
+    """Both replace the weights for an evaluation, one after the other."""
+    options = {
+        "optim": "schedule_free_adamw",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "learning_rate": 0.1,
+    }
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    _, alone = train(tmp_path / "a", SWACallback(start_step=100), **options)
+    clean, seen = train(tmp_path / "b", EMACallback(0.5), **options, **saves)
+    for one, other in zip(seen.weights, alone.weights, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    train(tmp_path / "c", EMACallback(0.5), 3, **options, **saves)
+    again, _ = train(tmp_path / "c", EMACallback(0.5), 6, resume=True, **options, **saves)
+    assert weights_hash(clean.model) == weights_hash(again.model)
+
+
+def test_two_averages_are_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=2)
+    trainer = Trainer(Net(), args, train_dataset=rows(24), callbacks=[EMACallback(), SWACallback()])
+    with pytest.raises(ConfigError, match=r"EMACallback, SWACallback': .* one average of its weights"):
+        trainer.train()
+
+
 def test_what_is_saved_is_what_was_evaluated(tmp_path: Path) -> None:
     """Also by a callback in the middle of training, and at the end."""
 

@@ -80,13 +80,20 @@ def test_defaults_of_trl() -> None:
         ({"lora_rank": 32}, {"r": 32, "lora_alpha": 64}),
         ({"lora_rank": 4, "lora_alpha": 4}, {"r": 4, "lora_alpha": 4}),
         ({"lora_target": "q_proj, v_proj"}, {"target_modules": ["q_proj", "v_proj"]}),
-        ({"pissa_init": True}, {"init_lora_weights": "pissa_niter_16"}),
+        ({"pissa_init": True, "pissa_iter": -1}, {"init_lora_weights": "pissa"}),
     ],
 )
 def test_adapters_of_llama_factory(values: dict[str, Any], adapter: dict[str, Any]) -> None:
     made = convert({"stage": "sft", **values})
     assert adapter.items() <= made.recipe["adapter"].items()
     assert not made.lost
+
+
+def test_a_decomposition_that_is_drawn_is_replaced_by_the_exact_one() -> None:
+    """Training refuses the other: its saved adapter fits no base that can be loaded."""
+    made = convert({"stage": "sft", "pissa_init": True})
+    assert made.recipe["adapter"]["init_lora_weights"] == "pissa"
+    assert list(made.lost) == ["pissa_iter"]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,12 @@ def test_parts_of_processes_are_those_of_the_reference(ranks: int, drop_last: bo
             assert len(samplers[0]) == len(samplers[1])
 
 
+def test_more_processes_than_samples_get_one_each() -> None:
+    sampler = ours.DistributedLengthGroupedSampler
+    parts = [list(sampler(1, num_replicas=5, rank=rank, lengths=[3, 7])) for rank in range(5)]
+    assert [len(part) for part in parts] == [1] * 5
+
+
 @pytest.mark.parametrize("given", [{}, {"dataset": [{"text": "x"}]}])
 def test_samples_that_cannot_be_measured_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"length"):

@@ -36,6 +36,12 @@ def test_counts_and_classes(model: Any) -> None:
     model.transformer.wte.weight.requires_grad_(True)
 
 
+def test_parameters_that_zero_3_left_empty_count_whole() -> None:
+    layer = nn.Linear(0, 0, bias=False)
+    layer.weight.ds_numel = 12
+    assert ours.get_model_param_count(layer) == 12
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_wrappers_of_peft(mixed: bool) -> None:
     bare = nn.Sequential(nn.Linear(2, 2))

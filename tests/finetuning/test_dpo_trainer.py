@@ -65,6 +65,48 @@ def test_precomputed_and_kept_log_probabilities_are_those_of_the_reference(
             trainer.evaluate(pairs(3))
 
 
+def test_what_was_kept_of_a_model_with_equal_weights_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    for epsilon in (1e-6, 1e-2):
+        options: dict[str, Any] = {"train_dataset": pairs(2), "processing_class": small.tokenizer()}
+        kept, fresh = (
+            DPOTrainer(
+                small.model(rms_norm_eps=epsilon), None, settings(tmp_path, precompute_ref_log_probs=early), **options
+            )
+            for early in (True, False)
+        )  # fmt: skip
+        batch = fresh.data_collator([fresh.train_dataset[0]])
+        expected = float(fresh.compute_ref_log_probs(fresh.model, batch)[0])
+        assert kept.train_dataset[0]["ref_chosen_logps"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_log_probabilities_of_a_base_of_few_bits_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    peft = pytest.importorskip("peft")
+    from transformers import TorchAoConfig
+
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    base = small.saved(tmp_path / "base")
+    trainer = DPOTrainer(
+        base, None, settings(tmp_path / "out", precompute_ref_log_probs=True), train_dataset=pairs(4),
+        quantization_config=TorchAoConfig(quantization.Int8WeightOnlyConfig()),
+        peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"]),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/margins"] == 0.0
+    assert len(list((tmp_path / "home" / "reference").iterdir())) == 1
+
+
+def test_outputs_of_a_training_loss_have_a_graph(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    batch = trainer.data_collator([trainer.train_dataset[at] for at in range(2)])
+    assert trainer.compute_loss(trainer.model, batch, return_outputs=True)[1].logits.requires_grad
+
+
 def test_the_reference_is_rounded_as_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))

@@ -73,6 +73,8 @@ def test_datasets_are_joined_and_split(tmp_path: Path, monkeypatch: pytest.Monke
     assert get_dataset(mixture(tmp_path))["train"].num_rows == 12
     split = get_dataset(mixture(tmp_path, test_split_size=3))
     assert {name: part.num_rows for name, part in split.items()} == {"train": 9, "test": 3}
+    again = get_dataset(mixture(tmp_path, test_split_size=3))
+    assert again["test"]["text"] == split["test"]["text"], "processes and restarts have one split"
     shares = get_dataset(mixture(tmp_path, (1.0, 3.0)))["train"]["text"]
     assert [sum(text.startswith(kind) for text in shares) for kind in "01"] == [1, 4]
     assert shares[0] == "0 0"

@@ -89,6 +89,19 @@ def test_accumulated_micro_batches_are_one(tmp_path: Path) -> None:
         assert one == pytest.approx(other, rel=1e-10, abs=1e-12)
 
 
+def test_rewards_in_mixed_precision_are_compared_in_single_precision(tmp_path: Path) -> None:
+    trainer = RewardTrainer(
+        scorer(), settings(tmp_path, bf16=True), train_dataset=pairs(), processing_class=small.tokenizer()
+    )
+    batch = trainer.data_collator([trainer.train_dataset[at] for at in range(4)])
+    with trainer.compute_loss_context_manager():
+        loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        chosen, rejected = trainer.model(**inputs).logits[:, 0].float().chunk(2)
+    assert outputs["rewards"].dtype == loss.dtype == torch.float32
+    assert loss == -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
 def test_the_model_learns_to_score(tmp_path: Path) -> None:
     trainer = RewardTrainer(
         scorer(), settings(tmp_path, max_steps=12, logging_steps=4), train_dataset=pairs(),

@@ -77,6 +77,27 @@ def test_a_subclass_may_change_the_loss(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
 
 
+def test_a_subclass_may_compute_with_the_outputs(tmp_path: Path) -> None:
+    class Damped(SFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **count: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **count)
+            loss = loss + outputs.logits.square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    trainer = Damped(
+        small.model(), small.arguments(tmp_path, max_steps=1, max_grad_norm=1e9), processing_class=small.tokenizer(),
+        train_dataset=small.table(small.texts(4)),
+    )  # fmt: skip
+    batch = trainer.data_collator([trainer.train_dataset[at] for at in range(4)])
+    model, labels = small.model(), batch.pop("labels")
+    logits = model(**batch).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    (loss + logits.square().mean()).backward()
+    trainer.train()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
 def test_experts_are_balanced(tmp_path: Path) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 

@@ -94,6 +94,7 @@ def test_ends_of_rows_may_be_kept() -> None:
         ([{"messages": CHAT, "tools": {"a": 1}}], {}, "row 0: column 'tools' must hold a list, or its JSON, not dict"),
         ([{"messages": CHAT, "chat_template_kwargs": "x"}], {}, "must hold a mapping, not str"),
         ([{"messages": CHAT, "chat_template_kwargs": {"tokenize": True}}], {}, "chat_template_kwargs has 'tokenize'"),
+        ([{"input_ids": [1, 2], "assistant_masks": [0, 0]}], {}, "row 0: its assistant_masks mark no token"),
         ([{"input_ids": [1, None]}], {}, "row 0: input_ids must be a list of whole numbers, not list"),
         ([{"input_ids": "abc"}], {}, "row 0: input_ids must be a list of whole numbers, not text"),
         ([{"input_ids": 3}], {}, "row 0: input_ids must be a list of whole numbers, not int"),

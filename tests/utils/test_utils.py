@@ -115,10 +115,12 @@ def test_words_of_consent(word: str) -> None:
 def test_variables_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_TEST_A", "1")
     with ours.patch_environment(windlass_test_a=2, windlass_test_b=3):
+        monkeypatch.setenv("WINDLASS_TEST_D", "4")
         assert (os.environ["WINDLASS_TEST_A"], os.environ["WINDLASS_TEST_B"]) == ("2", "3")
         assert ours.get_int_from_env(["WINDLASS_TEST_C", "WINDLASS_TEST_B"], 0) == 3
     assert os.environ["WINDLASS_TEST_A"] == "1"
     assert "WINDLASS_TEST_B" not in os.environ
+    assert os.environ["WINDLASS_TEST_D"] == "4", "what the body set itself stays"
     with ours.clear_environment():
         assert not os.environ
     assert ours.parse_flag_from_env("WINDLASS_TEST_A")

@@ -46,6 +46,8 @@ def update_size(
     """
     size, note = plan.size, None
     limits = [size.micro] if fits is None else [size.micro, fits]
+    # The samples of an update are kept on other processes, since the schedule counts updates, but not if the user has
+    # changed the arguments. `asked_micro` is None if no micro-batch had to be made smaller.
     if saved is not None and (saved.asked_micro or saved.micro, saved.asked) == (size.micro, size.asked):
         if not plan.fixed:
             size, note = _kept(size, saved.samples)

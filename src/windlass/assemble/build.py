@@ -70,6 +70,7 @@ def build(
     strategy = spread(model, plan.dist, loss_ranks, device, plan.optimizer.in_backward)
     if early is not None and strategy.sharded:
         rebind(early, names, model)
+    # After `spread`: an optimizer that is made now holds the parameters that are trained, sharded ones too.
     optimizer, schedule = _created(create, plan, strategy.module)
     return Built(_executor(strategy, optimizer, plan, device, loss_ranks), schedule)
 
@@ -148,6 +149,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
     """Check that the optimizer updates a parameter of the model. Raises ConfigError if it was made for another model,
     so training would change nothing.
     """
+    # By identity: `==` of tensors compares values, and equal weights of another model are not these.
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         fix = "it holds no parameter of this model: make it from `model.parameters()` of the model that is trained"

@@ -214,6 +214,7 @@ class BarDisplay(Display):
         self._rescue = weakref.finalize(self, _put_away, self._ticking, self._foot, self._owner)
 
     def advance(self, step: int) -> None:
+        # From now on each step redraws the bar, and a thread that draws too would only take its time.
         if not self._pace.has_moved:
             self._ticking.stop()
         super().advance(step)

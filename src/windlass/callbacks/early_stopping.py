@@ -10,7 +10,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.events import ExportableState, TrainerControl, TrainerState
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_logger, warn_once
 from windlass.core.metric_values import number_in
 from windlass.core.output import say
 
@@ -86,7 +86,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         name = metric if metric.startswith("eval_") else f"eval_{metric}"
         if not metrics or name not in metrics:
             # Not an error: with several named evaluation sets only one of them has the metric.
-            logger.warning("EarlyStoppingCallback: this evaluation has no %s and is ignored.", name)
+            warn_once(logger, f"EarlyStoppingCallback: an evaluation without {name} is ignored.")
             return
         value = number_in(metrics, name, "metric_for_best_model", metric)
         self.check_metric_value(args, state, control, value)

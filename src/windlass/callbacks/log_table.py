@@ -21,20 +21,19 @@ _HEADER_EVERY = 20  # rows: on a terminal of 24 lines the heads stay in sight
 
 
 def short_number(value: float) -> str:
-    """Return three significant digits, of any size in at most seven characters without the sign: `18.4k`, `6.13`,
-    `3.0e-04`.
+    """Return up to three significant digits, of any size in at most seven characters without the sign: `18.4k`, `6.13`,
+    `3.0e-04`, `1.0e18`.
     """
-    if not math.isfinite(value):
-        return str(value)
-    size = abs(value)
-    if size < 0.001:
-        return f"{value:.1e}" if value else "0"
-    for unit in ("", "k", "M", "G", "T"):
-        digits = f"{value:#.3g}"
+    if not value or not math.isfinite(value):
+        return str(value) if value else "0"
+    scaled = value
+    for unit in ("", "k", "M", "G", "T") if abs(value) >= 0.001 else ():
+        digits = f"{scaled:#.3g}"
         if "e" not in digits:
             return digits.rstrip(".") + unit
-        value /= 1000
-    return f"{value * 1000:.1e}T"
+        scaled /= 1000
+    # An exponent of three digits and its sign leave room for one digit.
+    return f"{value:.{0 if abs(value) < 1e-99 else 1}e}".replace("e+", "e")
 
 
 def seconds_text(seconds: float) -> str:

@@ -51,6 +51,7 @@ class ReportCallback(TrainerCallback):
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         is_written = (self._folder or local_folder(args.output_path)).joinpath("report.html").exists()
+        # A run that was complete when it was resumed made no update: its page has the end of the run that did.
         if state.global_step > self._first_step or not is_written:
             self.write(args, state)
 
@@ -91,6 +92,7 @@ def write_report(
     Raises:
         DataError: the run's files are damaged. OSError: they cannot be read, or the folder cannot be written.
     """
+    # Strict: a report that leaves out damaged rows would be taken for that of the whole run.
     view = read_run(run, strict=True)
     title = run.absolute().name
     overlaid = [

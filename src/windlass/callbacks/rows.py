@@ -84,6 +84,7 @@ class RowCallback(TrainerCallback):
     ) -> None:
         if not metrics:
             return
+        # By the values, not by the event: a script's `log` may have reported the same metrics under another one.
         logged = measured(self._last_row)  # may have more values: counters that the Trainer adds
         if any(logged.get(name) != value for name, value in measured(row_of(event, state, metrics)).items()):
             self._make_row(event, args, state, metrics)

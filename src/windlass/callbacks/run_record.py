@@ -89,8 +89,10 @@ class RunRecord:
         if not self._writes:
             return
         try:
+            # Of an earlier attempt: `windlass status` would name its ranks as the reason of this one's end.
             _remove_failures(self._folder.path)
             earlier, logged, arguments_before = _earlier(self._folder.path) if step else ([], 0, None)
+            # A complete run that is resumed makes no update: its end and its time stay those of the run.
             if earlier and step >= max_steps:
                 return
             self._begin_time(step, logged, earlier)

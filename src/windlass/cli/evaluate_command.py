@@ -156,6 +156,7 @@ def _open(name: str, options: argparse.Namespace, device: torch.device | None) -
     """Return the model and its tokenizer. Raises ConfigError if a chat template is asked for that it lacks."""
     import torch
 
+    from windlass.finetuning.merging import merge
     from windlass.finetuning.trained_model import open_trained
 
     hide_loading_bars()
@@ -165,7 +166,7 @@ def _open(name: str, options: argparse.Namespace, device: torch.device | None) -
         raise ConfigError(
             Problem("--apply_chat_template", True, f"the tokenizer of {name} has no chat template")
         )
-    return model.merge_and_unload(safe_merge=True) if options.merge else model, tokenizer
+    return merge(model) if options.merge else model, tokenizer
 
 
 def _facts(name: str, options: argparse.Namespace, model: Any, found: Sequence[Score]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from windlass.compat.refused_names import WHY
+
 VARIABLE = "WINDLASS_COMPAT"
 STARTUP = Path(__file__).with_name("startup")
 
@@ -127,8 +129,18 @@ class _Answered(ModuleType):
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__") in _MACHINERY:
             raise AttributeError(name)  # asked while this module is being made
+        if name == "__all__":
+            return self._star()
         found = self._answers.find(self.__name__, name, caller)
         return getattr(self.library(), name) if found is None else found
+
+    def _star(self) -> list[str]:
+        """The names of `from module import *`, each of which Python then asks for. Without a list of a library's own it
+        would take what is in the dict of this module: nothing. A name that is refused would end the import.
+        """
+        library = self.library()
+        public = getattr(library, "__all__", [name for name in dir(library) if not name.startswith("_")])
+        return [name for name in public if name not in WHY]
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.library())})

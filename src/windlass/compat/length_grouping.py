@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -119,5 +120,6 @@ class DistributedLengthGroupedSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
-        order += order[: max(0, self.total_size - len(order))]
-        return iter(order[self.rank : self.total_size : self.num_replicas])
+        # Again and again: there may be more processes than samples, and each waits for the others in every batch.
+        whole = list(islice(cycle(order), self.total_size))
+        return iter(whole[self.rank :: self.num_replicas])

@@ -28,7 +28,8 @@ def get_parameter_names(
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
     """How many numbers a model has; with `trainable_only`, those that are trained. Of sharded ones all parts count."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
+    counted = (p for p in model.parameters() if p.requires_grad or not trainable_only)
+    return sum(getattr(p, "ds_numel", p.numel()) for p in counted)  # ZeRO-3 leaves parameters empty
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

@@ -204,7 +204,8 @@ class NativeExecutor:
         self._averages = [*([optimizer] if callable(getattr(optimizer, "eval", None)) else []), *averages]
 
     def _switch(self, mode: Literal["train", "eval"]) -> None:
-        for average in self._averages:
+        # Each keeps the weights that it finds, so the last one that replaced them puts its own back first.
+        for average in self._averages if mode == "eval" else reversed(self._averages):
             getattr(average, mode)()
 
     def begin(self) -> None:

@@ -190,8 +190,7 @@ class DPOTrainer(ReferenceTrainer):
         loss = self._services.loss.multiplied(loss, num_items_in_batch) if self._objective.is_scaled else loss
         if not return_outputs:
             return loss
-        with torch.no_grad():  # the loss was made without logits
-            return loss, model(**model_inputs(inputs))
+        return loss, model(**model_inputs(inputs))  # as in `SFTTrainer.compute_loss`
 
 
 def _check_rows(*, own_collator: bool, has_metrics: bool) -> None:

@@ -14,6 +14,7 @@ from windlass.core.world import world_from_environment
 from windlass.finetuning.base_model import few_bits
 from windlass.text.tables import datasets_library
 
+_SPLIT_SEED = 0
 _DTYPES = ["auto", "bfloat16", "float16", "float32"]
 
 
@@ -165,7 +166,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     joined = library.concatenate_datasets(parts)
     if mixture_config.test_split_size is None:
         return library.DatasetDict({"train": joined})
-    return joined.train_test_split(test_size=mixture_config.test_split_size)
+    # Without a seed each process, and each restart of a run, would draw another split.
+    return joined.train_test_split(test_size=mixture_config.test_split_size, seed=_SPLIT_SEED)
 
 
 def _check_mixture(mixture: DatasetMixtureConfig) -> None:

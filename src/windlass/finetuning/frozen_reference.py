@@ -27,6 +27,7 @@ from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.tuned_model import TunedModel
 from windlass.text.pair_encoder import PairRows
+from windlass.transforms.buffers import inner_tensors
 from windlass.transforms.evaluating import evaluating
 
 REFERENCE_ADAPTER = "ref"
@@ -212,6 +213,7 @@ def without_dropout(model: nn.Module) -> None:
 
 logger = get_job_logger(__name__)
 _HASH = hashlib.sha256().digest_size
+_PLACES = frozenset({"_name_or_path", "base_model_name_or_path", "transformers_version", "peft_version"})
 _MOST = 1 << 34  # bytes that are read of such a file
 
 
@@ -267,14 +269,26 @@ class ReferencePass:
         return self.all_ranks.sum(torch.from_numpy(found)).numpy()
 
 
-def weights_hash(model: nn.Module) -> str:
-    """The SHA-256 of all parameters and buffers of a model that is not divided over ranks, in hex."""
-    digest = hashlib.sha256()
+def model_hash(model: nn.Module) -> str:
+    """The SHA-256 of all parameters and buffers of a model that is not divided over ranks, and of its configuration and
+    those of its adapters, in hex.
+    """
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for config in (getattr(model, "config", None), *getattr(model, "peft_config", {}).values()):
+        if hasattr(config, "to_dict"):
+            # Equal weights are not an equal model: an epsilon, a rotation or a scale may differ.
+            facts = {name: value for name, value in config.to_dict().items() if name not in _PLACES}
+            digest.update(json.dumps(facts, sort_keys=True, default=_in_words).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
+        for part in inner_tensors(tensor) or [tensor]:
+            flat = part.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _in_words(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def _folder() -> Path:

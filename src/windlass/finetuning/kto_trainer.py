@@ -203,8 +203,7 @@ class KTOTrainer(ReferenceTrainer):
             self._count(sums, inputs, found.auxiliary, len(losses))
         if not return_outputs:
             return loss
-        with torch.no_grad():  # the loss was made without logits
-            return loss, model(**model_inputs(answers))
+        return loss, model(**model_inputs(answers))  # as in `SFTTrainer.compute_loss`
 
     def _losses(self, ratios: Tensor, desirable: Tensor, divergence: Tensor) -> Tensor:
         """Equation 7 of arXiv:2402.01306, or of arXiv:2408.06266, for each answer."""

@@ -60,17 +60,7 @@ def merge_adapter(
         model = model.dequantize()
     if dtype is not None:
         model = model.to(dtype)
-    adapted = with_adapter(model, adapter)
-    if not hasattr(adapted.base_model, "merge_and_unload"):
-        kind = adapted.active_peft_config.peft_type.value
-        raise CheckpointError(
-            f"{adapter} holds prompts or prefixes that were learnt ({kind}), which are no part of any weight: load the "
-            "folder with peft, as it is"
-        )
-    untied = _untie_adapted(adapted)
-    merged = adapted.merge_and_unload(safe_merge=True)
-    if untied:
-        merged.config.tie_word_embeddings = False
+    merged = merge(with_adapter(model, adapter))
     files = Files()
     new = target.with_name(f"tmp-{target.name}")
     if new.exists():  # of a merge that was killed
@@ -81,6 +71,23 @@ def merge_adapter(
     for path in new.iterdir():
         files.sync_file(path)
     files.rename(new, target)
+
+
+def merge(adapted: Any) -> Any:
+    """Return the base of a peft model with the adapter added to its weights. Raises CheckpointError for learnt prompts,
+    which are no part of a weight.
+    """
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        kind = adapted.active_peft_config.peft_type.value
+        raise CheckpointError(
+            f"the adapter holds prompts or prefixes that were learnt ({kind}), which are no part of any weight: use "
+            "its folder with peft as it is, without merging"
+        )
+    untied = _untie_adapted(adapted)
+    merged = adapted.merge_and_unload(safe_merge=True)
+    if untied:
+        merged.config.tie_word_embeddings = False
+    return merged
 
 
 def load_base(adapter: Path, base: str, dtype: str | torch.dtype) -> Any:

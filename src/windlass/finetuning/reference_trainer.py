@@ -19,7 +19,7 @@ from windlass.finetuning.frozen_reference import (
     ReferencePass,
     SecondModel,
     choose_reference,
-    weights_hash,
+    model_hash,
 )
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
@@ -93,7 +93,7 @@ class ReferenceTrainer(FineTuner):
         choice, self._key = self._choice, None if own_collator else self._settings_key()
         if self._engine.dist.pipeline is not None:
             refuse(self.args.stage_problems())
-        self._weights = self._weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
+        self._source_hash = self._hash_of(choice.source) if self.args.precompute_ref_log_probs else ""
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._divide_in_stages()
         self._reference = choice.prepared(self.accelerator, self._in_stages, sharded=divided)
@@ -112,9 +112,9 @@ class ReferenceTrainer(FineTuner):
         spread_in_stages(model, self._engine, self._session)
         return staged_of(model) is not None
 
-    def _weights_hash(self, source: nn.Module) -> str:
+    def _hash_of(self, source: nn.Module) -> str:
         """That of the main process, whose weights all get."""
-        own = weights_hash(source) if self.is_world_process_zero() else ""
+        own = model_hash(source) if self.is_world_process_zero() else ""
         return str(self._session.all_ranks.broadcast_object(own))
 
     def _settings_key(self) -> str:
@@ -145,7 +145,7 @@ class ReferenceTrainer(FineTuner):
             return rows
         key = None
         if self._key is not None:
-            key = hashlib.sha256(f"{self._key} {self._weights} {batch_size}".encode()).hexdigest()
+            key = hashlib.sha256(f"{self._key} {self._source_hash} {batch_size}".encode()).hexdigest()
         compute: Callable[[Any], Tensor] = self._reference_sums
         return ReferencePass(
             self.accelerator, self._session.all_ranks, compute, self.data_collator, batch_size, key

@@ -117,7 +117,8 @@ class RewardTrainer(FineTuner):
             raise ModelError(
                 f"a reward model has one output, and this one has {logits.shape[-1]}: set num_labels=1"
             )
-        rewards = logits.squeeze(-1)
+        # In mixed precision the head returns numbers of 8 bits, and so would each operation on them.
+        rewards = logits.squeeze(-1).to(torch.promote_types(logits.dtype, torch.float32))
         chosen, rejected = rewards.chunk(2)
         margin = inputs["margin"].to(chosen) if "margin" in inputs else 0.0
         loss = -F.logsigmoid(chosen - rejected - margin).mean()

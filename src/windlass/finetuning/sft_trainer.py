@@ -188,9 +188,8 @@ class SFTTrainer(FineTuner):
         loss = self._services.loss.multiplied(loss, count)
         if not return_outputs:
             return loss
-        with torch.no_grad():  # the loss was made without logits
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        return loss, outputs
+        # The loss was made without logits. These have a graph, as in training a script may compute with them.
+        return loss, model(**{name: value for name, value in inputs.items() if name != "labels"})
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -140,6 +140,7 @@ def extract_prompt(example: Mapping[str, Sequence[Any]]) -> Example:
     chosen, rejected = example["chosen"], example["rejected"]
     most = min(len(chosen), len(rejected))
     end = next((at for at in range(most) if chosen[at] != rejected[at]), None)
+    # One answer begins with the other: something of each must be left to compare.
     if end is None:
         end = max(most - 1, 0)
     elif end and chosen[end - 1] == " ":

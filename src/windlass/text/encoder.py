@@ -16,6 +16,10 @@ from windlass.text.forms import Form, Row, RowError, is_conversational_row, stan
 from windlass.text.word_tokens import WordTokens
 
 _logger = get_logger(__name__)
+_NO_ASSISTANT = (
+    "assistant_only_loss=True, and the chat template marks no token as written by the assistant. Check the roles of "
+    "the row, and that the template has {% generation %} around the assistant's text."
+)
 
 
 @dataclass(slots=True)
@@ -165,8 +169,11 @@ class RowEncoder:
                 names.append("completion_mask")
             masks = [row[name] for name in names if name in row]
             labels = [i if all(bits) else IGNORED for i, *bits in zip(ids, *masks, strict=True)]
-            if "assistant_masks" in row:
-                self._check_assistant(any(row["assistant_masks"]), number)
+            if "assistant_masks" in row and not any(row["assistant_masks"]):
+                raise RowError(
+                    number, "its assistant_masks mark no token: correct the mask, or remove the row"
+                )
+        # The collator pads again, and tokens of padding are none of the document.
         attended = row.get("attention_mask")
         if attended is not None and not all(attended):  # rows that were padded
             labels = [label for label, kept in zip(labels, attended, strict=True) if kept]
@@ -194,7 +201,8 @@ class RowEncoder:
             if ranges is None:
                 labels = [*([IGNORED] * start), *row[start:]]
             else:
-                self._check_assistant(bool(ranges[at]), first + at)
+                if not ranges[at]:
+                    raise RowError(first + at, _NO_ASSISTANT)
                 labels = [IGNORED] * len(row)
                 for begin, end in ranges[at]:
                     labels[max(begin, start) : end] = row[max(begin, start) : end]
@@ -212,6 +220,7 @@ class RowEncoder:
                 raise RowError(first + at, f"holds {found}, and the first row holds {before}")
             if not self._chats:
                 prompt, body = row.get("prompt", ""), row["text"] if "text" in row else row["completion"]
+                # The tokenizer puts its own before the text: two beginnings are not what the model knows.
                 texts.append((prompt + self._ended(body)).removeprefix(self._bos))
                 prompts.append(prompt.removeprefix(self._bos))
                 continue
@@ -227,6 +236,7 @@ class RowEncoder:
 
     def _ended(self, text: str) -> str:
         """The text with one end token, which the tokenizer may add itself."""
+        # With both, the row would end in two end tokens, and a model would learn to go on after the first.
         if self._adds_eos:
             return text.removesuffix(self._eos)
         return text if text.endswith(self._eos) else text + self._eos
@@ -285,15 +295,6 @@ class RowEncoder:
         )
         return length
 
-    def _check_assistant(self, has_target: bool, number: int) -> None:
-        if not has_target:
-            raise RowError(
-                number,
-                "assistant_only_loss=True, and the chat template marks no token as written by the "
-                "assistant. Check the roles of the row, and that the template has {% generation %} around the "
-                "assistant's text.",
-            )
-
     # -- length ------------------------------------------------------------------------------------------------------
 
     def _fitted(self, pairs: Iterable[tuple[list[int], list[int]]], first: int) -> EncodedRows:
@@ -345,6 +346,8 @@ def token_ranges(offsets: Sequence[tuple[int, int]], spans: Spans) -> Spans:
     """
     found = []
     for start, end in spans:
+        # A token across a border counts: one that joins a space before the answer with its first letters is what the
+        # model has to write first.
         first = bisect_right(offsets, start, key=_last)
         last = bisect_left(offsets, end, lo=first, key=_first)
         if first < last:

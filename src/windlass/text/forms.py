@@ -132,9 +132,22 @@ def _sharegpt(row: Row, _: str, __: bool, kinds: Collection[str]) -> dict[str, A
     if isinstance(messages, list):
         messages = [_from_value(message) for message in messages]
     extras = _extras(row)
-    if isinstance(row.get("system"), str) and row["system"] and isinstance(messages, list):
-        messages = [{"role": "system", "content": row["system"]}, *messages]
-    return {"messages": checked_messages(messages, "conversations", kinds), **extras}
+    messages = [*_system(row), *checked_messages(messages, "conversations", kinds)]
+    if [message["role"] for message in messages[:2]] == ["system", "system"]:
+        if messages[0]["content"] != messages[1].get("content"):
+            raise DataError(
+                "column 'system' and the conversation begin with different system messages; keep one"
+            )
+        del messages[0]
+    return {"messages": messages, **extras}
+
+
+def _system(row: Row) -> list[dict[str, Any]]:
+    """The system message in the column of that name, if it has one."""
+    text = row.get("system")
+    if not isinstance(text, str) or not text:
+        return []
+    return [{"role": "system", "content": _unicode(text, "column 'system'")}]
 
 
 def _from_value(message: Any) -> Any:
@@ -158,14 +171,18 @@ def _prompt_completion(row: Row, _: str, __: bool, kinds: Collection[str]) -> di
 def _alpaca(row: Row, _: str, has_template: bool, __: object) -> dict[str, Any]:
     instruction, output = _string(row, "instruction"), _string(row, "output")
     context = _string(row, "input") if row.get("input") is not None else ""
+    system = _system(row)
     if has_template:
         content = f"{instruction}\n\n{context}" if context else instruction
-        system = row.get("system")
-        before = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
         return {
-            "prompt": [*before, {"role": "user", "content": content}],
+            "prompt": [*system, {"role": "user", "content": content}],
             "completion": [{"role": "assistant", "content": output}],
         }
+    if system:
+        raise DataError(
+            "column 'system' has a text, and Alpaca's prompt has no place for it: remove the column, or give the "
+            "tokenizer a chat template"
+        )
     template = ALPACA_WITH_INPUT if context else ALPACA
     return {"prompt": template.format(instruction=instruction, input=context), "completion": output}
 

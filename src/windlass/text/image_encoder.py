@@ -48,6 +48,7 @@ class ImageRowEncoder(RowEncoder):
                 ends = len(prompts[at]) if self._kind == "pair" else None
                 whole.append(self._images.expanded(texts[at], sizes, ends_prompt=ends))
                 if prompts[at]:
+                    # The images of the prompt come first: it is the beginning of the whole text.
                     sizes = sizes[: prompts[at].count(self._images.token)]
                     before.append(self._images.expanded(prompts[at], sizes, ends_prompt=ends).text)
                 else:
@@ -109,11 +110,13 @@ class ImageRowEncoder(RowEncoder):
         """Take the labels from images, and truncate so that none is cut."""
         found = EncodedRows()
         for number, ((ids, labels), images) in enumerate(zip(pairs, places, strict=True), first):
+            # The model is given the image in the place of these tokens, and is not to predict them.
             for start, end in images:
                 labels[start:end] = [IGNORED] * (end - start)
             kept = len(images)
             if self._is_too_long(len(ids), number):
                 cut = self._options.max_length
+                # A part of an image has fewer tokens than the model makes of the image, and its forward refuses that.
                 kept = sum(end <= cut for _, end in images)
                 cut = min(cut, images[kept][0]) if kept < len(images) else cut
                 ids, labels = ids[:cut], labels[:cut]

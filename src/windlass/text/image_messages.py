@@ -49,6 +49,7 @@ def place_images(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mess
     """
     placed: list[Message] = []
     copies = [_copied(message) for message in messages]
+    # A part without content is a place that the row chose itself: no other places are made then.
     waiting = count if all(_has_content(part) for part in _image_parts(copies)) else 0
     for message in copies:
         content = message.get("content")
@@ -85,6 +86,7 @@ def take_images(row: Mapping[str, Any], given: Sequence[Any]) -> tuple[dict[str,
         else:
             places += 1
             found.append(waiting.pop(0) if waiting else None)
+        # The text is rendered from empty parts: images are opened when a batch is made.
         for name in CONTENTS:
             part.pop(name, None)
     if places != len(given):

@@ -102,10 +102,12 @@ class ImageCollator:
         if self._joins:
             opened.append([image])
             return self._text([*samples, {"input_ids": tokens, "labels": targets}])
+        # Mostly within the padding of the batch, which then is not longer.
         at = min(range(len(samples)), key=lambda row: len(samples[row]["input_ids"]))
         ids, labels = samples[at]["input_ids"], samples[at]["labels"]
         longer = {"input_ids": [*ids, *tokens], "labels": [*labels, *targets]}
         batch = self._text([*samples[:at], longer, *samples[at + 1 :]])
+        # The collator took the grey image for a part of the row.
         batch["attention_mask"][at, len(ids) :] = 0
         opened[at].append(image)
         return batch

@@ -79,6 +79,7 @@ class DatasetMixture:
         self._seeds = [
             (seeds or {}).get(name, derive_seed(STREAM_ORDER, seed, *name.encode())) for name in self.names
         ]
+        # Not 0, which `set_epoch` would take for the present one.
         self._epoch = -1
         self.set_epoch(0)
 
@@ -92,6 +93,7 @@ class DatasetMixture:
         if epoch == self._epoch:
             return
         order = np.repeat(np.arange(len(self._sources), dtype=np.int64), self._counts)
+        # By the epoch alone, so a resumed run finds the order without the passes before.
         np.random.default_rng(derive_seed(STREAM_ORDER, self._seed, epoch)).shuffle(order)
         rows = np.empty(len(order), dtype=np.int64)
         for source, count in enumerate(self._counts):
@@ -138,6 +140,7 @@ def _counts(shares: NDArray[np.float64], sizes: list[int], stopping: str, length
         needed = np.array(sizes) / shares
         length = int(needed.min() if stopping == "first_exhausted" else np.ceil(needed.max()))
     exact = shares * length
+    # Largest remainders. The small term is for products such as 0.29 * 100, which is below 29 in binary.
     counts = np.floor(exact + 1e-9).astype(np.int64)
     largest = np.argsort(-(exact - counts), kind="stable")
     counts[largest[: length - int(counts.sum())]] += 1

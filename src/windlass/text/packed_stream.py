@@ -146,6 +146,7 @@ class PackedStream(IterableDataset[dict[str, Array]]):
         length = _length(document)
         if self.strategy == "wrapped":
             return self._wrapped(document)
+        # One piece, which the slice cuts; a document without tokens has none.
         step = length if self.strategy == "bfd" else self.seq_length
         starts = range(0, length, max(step, 1))
         return ({k: v[start : start + self.seq_length] for k, v in document.items()} for start in starts)
@@ -168,6 +169,7 @@ class PackedStream(IterableDataset[dict[str, Array]]):
         if row.filled == self.seq_length:
             self._emit(row)
         elif len(self._open) > self.open_rows:
+            # The fullest one wastes least.
             self._emit(max(self._open, key=lambda open_row: open_row.filled))
 
     def _emit(self, row: _Row) -> None:

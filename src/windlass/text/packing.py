@@ -43,6 +43,7 @@ def best_fit_decreasing(lengths: Any, capacity: int) -> tuple[Array, Array]:
         )
     longest_first = np.argsort(-lengths, kind="stable")
     ordered = lengths[longest_first]
+    # Where a run of documents of equal length begins.
     borders = np.append(np.flatnonzero(np.diff(ordered, prepend=-1)), len(lengths))
     rows_of = np.empty(len(lengths), dtype=np.int64)
     rows = _Rows(capacity)
@@ -191,10 +192,12 @@ def _arrange(borders: Array, seq_length: int, strategy: str) -> tuple[Array | No
         lengths = np.minimum(lengths, seq_length)
     else:
         starts, lengths = _pieces(starts, lengths, seq_length)
+    # An empty document would be one more in `seq_lengths`, without a token.
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     order, rows = best_fit_decreasing(lengths, seq_length)
     starts, lengths = starts[order], lengths[order]
     ends = np.cumsum(lengths)
+    # For each document, its tokens in the flat column, written as a shift of the positions in the packed one: no loop.
     take = np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())
     return take, np.append(0, ends)[rows], (lengths, rows)
 

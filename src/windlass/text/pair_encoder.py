@@ -154,6 +154,7 @@ class PairEncoder(RowEncoder):
             for at, piece in enumerate(pieces)
         ]
         texts, prompts = self._texts(standard, first)
+        # As one text: a tokenizer may join the end of a prompt and the start of its answer.
         ids = self._tokens(texts, None)[0]
         alone = ids[::width] if self._whole else self._tokens(prompts[::width], None)[0]
         found = EncodedRows()
@@ -202,6 +203,7 @@ class PairEncoder(RowEncoder):
         return texts, prompts
 
     def _keep(self, found: EncodedRows, alone: list[int], answers: list[list[int]], number: int) -> None:
+        # Up to where the prompt alone and every answer agree: all answers of a row get the same prompt.
         shared = min(_common(alone, answer) for answer in answers)
         if self._whole:
             # of each answer something is left, so that no document of the row is empty

@@ -57,6 +57,7 @@ def prepare_pairs(
     if not len(dataset):
         raise DataError("the dataset has no rows")
     plain = dataset.with_format(None) if is_table(dataset) else dataset
+    # Without `max_length`: rows are cut when a batch is made, so one preparation serves every length.
     plain_options = PairOptions(answers=options.answers, whole=options.whole, eos_token=options.eos_token)
     try:
         encoder = PairEncoder(tokenizer, plain_options, plain[0])
@@ -93,6 +94,7 @@ def within(
         raise RowError(int(rows.kept[at]), _too_long(int(longest[at]), most)).located(dataset)
     if options.truncation_mode == "keep_end":
         return rows, rows.summary(options, 0)
+    # A prompt that fills the length leaves no token of the answer, and the loss of such a row has nothing to compare.
     fits = longest <= most if whole_sequences else lengths[:, 0] < most
     lost = rows.kept[~fits]
     if not len(lost):
@@ -136,6 +138,7 @@ def _numbers(dataset: Any, name: str) -> Any:
 
 def _number(value: Any, name: str, row: int) -> bool | int | float:
     """The value of a column of numbers in a row. Raises RowError if it is something else."""
+    # Before the types of Python: a bool of NumPy is not a bool, and its floats below 64 bits are not floats.
     if isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, (bool, int, float)):

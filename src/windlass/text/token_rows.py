@@ -41,6 +41,8 @@ class TokenRows(Sequence[Any]):
         documents: Ints | None = None,
         places: Ints | None = None,
     ) -> None:
+        # One flat array for a column: a list has 8 bytes of pointer and 28 of object for a token of 4 bytes, and forked
+        # workers would copy it page by page as they count references.
         self.flat = {"input_ids": input_ids, "labels": labels}
         if seq_lengths is not None:
             self.flat[LENGTHS] = seq_lengths
@@ -74,6 +76,7 @@ class TokenRows(Sequence[Any]):
         """Return the rows of all parts, which all are packed or all are not."""
         if len(parts) == 1:
             return parts[0]
+        # A part without rows has not the columns that packing or images add.
         parts = [part for part in parts if len(part)] or parts[:1]
         flat = {name: np.concatenate([part.flat[name] for part in parts]) for name in parts[0].flat}
         borders = {name: _joined([np.diff(part.borders(name)) for part in parts]) for name in flat}
@@ -94,6 +97,7 @@ class TokenRows(Sequence[Any]):
 
     def borders(self, name: str) -> Ints:
         """Where the rows begin in a flat column, and the end of the last one: int64 [rows + 1]."""
+        # Columns of tokens share their borders; of the others a row has a value or two for each document.
         if name not in (LENGTHS, PLACES):
             return self.offsets
         documents = np.arange(len(self) + 1) if self.documents is None else self.documents

@@ -110,6 +110,7 @@ class TokenStore:
             entries[f"{name}.bin"] = self._files.write(new / f"{name}.bin", chunks)
         meta = {"key": key, "summary": summary.to_dict()}
         self._files.write(new / MANIFEST_NAME, [manifest_bytes(0, 1, entries, meta, serial=0)])
+        # Not before the new one is complete: a process that is killed in between leaves the folder as it was.
         if self.path(key).exists():
             self._files.remove_tree(self.path(key))  # it is damaged
         self._files.rename(new, self.path(key))
@@ -124,6 +125,7 @@ class TokenStore:
             if folder.is_symlink():
                 raise ValueError("it is a symbolic link")
             info = read_manifest(folder, self._files)
+            # The folder's name is the first half of the key.
             if info.meta["key"] != key:
                 return None
             files = VerifiedFiles(info, self._files)

@@ -17,6 +17,7 @@ from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.weight_averaging import SWACallback
 from windlass.config.plan import RunPlan
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import CONTROL_FLAGS, RunProgress, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.run_clock import CALLBACKS, EXCHANGE, run_clock
@@ -111,8 +112,12 @@ class Events(RunProgress):
                 setattr(self.control, name, count > 0)
 
     def averages(self) -> list[SWACallback]:
-        """The callbacks that average weights."""
-        return self.handler.of_kind(SWACallback)
+        """The callback that averages weights, if there is one. Raises ConfigError for several."""
+        found = self.handler.of_kind(SWACallback)
+        if len(found) > 1:
+            fix = "a run evaluates and saves one average of its weights: leave one of these out"
+            raise ConfigError(Problem("callbacks", ", ".join(type(one).__name__ for one in found), fix))
+        return found
 
     def show(self, **objects: Any) -> None:
         """Set the keyword arguments of all events: `model`, `optimizer`, `train_dataloader`, ..."""

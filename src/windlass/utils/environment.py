@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from windlass.config.enums import distributed_type_of
@@ -54,24 +54,24 @@ def get_current_device_type() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set variables, with names in upper case, while the body runs."""
-    with _restored():
-        for key, value in kwargs.items():
-            os.environ[key.upper()] = str(value)
+    """Set variables, with names in upper case, while the body runs. Others that it sets stay."""
+    given = {key.upper(): str(value) for key, value in kwargs.items()}
+    with _restored(given.__contains__):
+        os.environ.update(given)
         yield
 
 
 @contextlib.contextmanager
 def clear_environment() -> Iterator[None]:
     """Remove all variables while the body runs."""
-    with _restored():
+    with _restored(lambda name: True):
         os.environ.clear()
         yield
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorator of a test or a class of tests: restores `ACCELERATE_*` and `WINDLASS_*` afterwards."""
-    restored = _restored(("ACCELERATE_", "WINDLASS_"))
+    restored = _restored(lambda name: name.startswith(("ACCELERATE_", "WINDLASS_")))
     if not isinstance(func_or_cls, type):
         return restored(func_or_cls)
     for name, value in list(vars(func_or_cls).items()):
@@ -81,12 +81,12 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _restored(prefixes: tuple[str, ...] = ("",)) -> Iterator[None]:
-    """Restore the variables with these prefixes afterwards."""
-    before = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
+def _restored(chosen: Callable[[str], bool]) -> Iterator[None]:
+    """Restore the variables with the chosen names afterwards."""
+    before = {name: value for name, value in os.environ.items() if chosen(name)}
     try:
         yield
     finally:
-        for key in [key for key in os.environ if key.startswith(prefixes) and key not in before]:
-            del os.environ[key]
+        for name in [name for name in os.environ if chosen(name) and name not in before]:
+            del os.environ[name]
         os.environ.update(before)

@@ -46,6 +46,7 @@ class ClearMLTracker(PackageTracker):
                 "task_name": os.environ.get("CLEARML_TASK", self.run_name),
             }
             self.task = self.package.Task.init(**{**names, **self.init_kwargs})
+            # A task of the script goes on after training: only one that was opened here is closed.
             self._is_ours = True
 
     @on_main_process

@@ -49,6 +49,7 @@ class CometMLTracker(PackageTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and dicts of numbers as metrics, the rest as text."""
+        # Also the experiment's own counter, by which what scripts and its automatic logging send is drawn.
         if step is not None:
             self.writer.set_step(step)
         numbers, others = split_numbers(values)

@@ -64,6 +64,7 @@ class MLflowTracker(PackageTracker):
 
     @on_main_process
     def start(self) -> None:
+        # MLflow has one active run in a thread, and `start_run` raises an error beside it unless it is nested.
         opened = self.package.active_run()
         if opened is not None and not self.nested_run and self.continued in (None, opened.info.run_id):
             self.active_run = opened
@@ -91,6 +92,7 @@ class MLflowTracker(PackageTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log as parameters, and warn of those that are too long for MLflow or differ in a continued run."""
         limits = require("mlflow.utils.validation", _PURPOSE)
+        # For another value of a parameter, which a resumed run may have, MLflow refuses the whole batch.
         present = self.package.get_run(self.run_id).data.params
         kept = []
         for name, value in values.items():
@@ -100,6 +102,7 @@ class MLflowTracker(PackageTracker):
                 warn_once(logger, f"MLflow keeps the first value of the parameter {name!r}: {present[name]}")
             else:
                 kept.append((name, value))
+        # A server refuses a longer batch.
         size = limits.MAX_PARAMS_TAGS_PER_BATCH
         for start in range(0, len(kept), size):
             self.package.log_params(dict(kept[start : start + size]))

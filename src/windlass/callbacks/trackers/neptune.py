@@ -64,6 +64,7 @@ class NeptuneTracker(PackageTracker):
             if math.isfinite(value):
                 self.run[name].append(float(value), step=step, **kwargs)
             else:
+                # A series of numbers takes no text, and refuses NaN.
                 self.run[f"{name} (not finite)"].append(str(value), step=step, **kwargs)
         for name, value in others.items():
             if isinstance(value, str):

@@ -41,6 +41,7 @@ class TensorBoardTracker(PackageTracker):
         """
         root = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or facts.folder / "runs").expanduser()
         if facts.run_id is not None:
+            # The killed session may have logged updates that are made again: two values at one step zigzag in a chart.
             return cls(facts.run_id, root, purge_step=facts.step + 1)
         return cls(facts.name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}", root)
 
@@ -71,6 +72,7 @@ class TensorBoardTracker(PackageTracker):
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in values.items()
         }
+        # In the run's own folder: by default it makes another one, which is displayed as a second run.
         self.writer.add_hparams(plain, metric_dict={}, run_name=".")
         self.writer.flush()
         write_whole(Path(self.logging_dir, "hparams.yml"), yaml.safe_dump(plain))

@@ -104,8 +104,10 @@ def _method(made: Conversion, source: ForeignConfig) -> None:
             made, source, {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear"}, rank="lora_rank"
         )
         if source.take("pissa_init", False):
-            steps = source.take("pissa_iter", 16)
-            made.put("adapter.init_lora_weights", "pissa" if steps == -1 else f"pissa_niter_{steps}")
+            made.put("adapter.init_lora_weights", "pissa")
+            if source.take("pissa_iter", 16) != -1:
+                # A base that is drawn at random is one that no saved adapter fits.
+                made.lose(source, "pissa_iter", "the decomposition is exact, as with -1", 16)
     elif kind != "full":
         made.lose(
             source,
