@@ -196,9 +196,8 @@ def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments
             lines = "".join(f"{text}\n" for text in decoded(parts.tokenizer, output.predictions))
             write_whole(run_folder(args) / PREDICTIONS, lines)
 
-    together(
-        current(), write, (OSError,)
-    )  # else the others would wait for the first rank in their next exchange
+    # Else the others would wait for the first rank in their next exchange.
+    together(current(), write, (OSError,))
     return dict(output.metrics)
 
 
