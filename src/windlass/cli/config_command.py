@@ -177,6 +177,7 @@ def asked(prompt: LinePrompter) -> Settings:
     for question in QUESTIONS:
         if question.when(answers):
             answers[question.key.name] = _answer(prompt, question, question.default_after(answers))
+    # An empty answer leaves the setting to its default, which may change with the version.
     given = {name: value for name, value in answers.items() if value not in ((), None)}
     return Settings({name: Setting(name, value, "windlass config", "file") for name, value in given.items()})
 

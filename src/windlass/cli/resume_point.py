@@ -31,6 +31,7 @@ def find_resume_point(resume: bool | str | None, args: TrainingArguments) -> Res
     Raises:
         CheckpointError: there is none, or the one that was named is damaged. ConfigError: it is past `max_steps`.
     """
+    # On several machines a rank may not see the disk of another; a remote folder is downloaded by `train()`.
     if not resume or is_url(str(args.output_path)) or world_from_environment().machines > 1:
         return None
     point = _find(

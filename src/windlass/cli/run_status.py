@@ -30,6 +30,7 @@ _RATES = ("samples_per_second", "tokens_per_second", "mfu", "data_wait")
 def with_verified(view: RunView) -> RunView:
     """Read every byte of the newest whole checkpoints, until one is what was saved; return the view with that."""
     checked = list(view.checkpoints)
+    # Only until one is whole: reading all of them takes as long as saving all of them took.
     for index in reversed(range(len(checked))):
         checked[index] = verify(checked[index])
         if checked[index].verified:
@@ -135,6 +136,7 @@ def _seconds_per_update(view: RunView) -> float | None:
     """The median over the newest reports of the last attempt; pauses within them count."""
     began = view.attempts[-1].began if view.attempts else 0.0
     rows = [row for row in view.rows if row["timing"]["wall"] >= began][-_RECENT - 1 :]
+    # A median: one long pause, as of a save or a stopped machine, does not move the estimate.
     pairs = [
         ((after["timing"]["wall"] - before["timing"]["wall"]) / (after["step"] - before["step"]))
         for before, after in itertools.pairwise(rows)

@@ -133,6 +133,7 @@ def _speed(outcome: RunOutcome) -> str:
         row.get("eval_runtime", 0.0) for row in state.log_history if row["step"] > outcome.first_step
     )
     runtime = float(outcome.output.metrics["train_runtime"])
+    # Without evaluations: the speed of training is what can be compared with other runs.
     seconds = max(runtime - evaluating, 1e-9)
     tokens = [row["num_tokens"] for row in state.log_history if "num_tokens" in row]
     if tokens and not outcome.first_step:

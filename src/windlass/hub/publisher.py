@@ -85,6 +85,7 @@ class Publisher:
             client.open_branch()
             remove_stale(self._folder)
             self._uploads = Uploads(client, every=settings.always, folder=self._folder)
+            # The thread is a daemon: without this, what a script saved last would end with the process.
             atexit.register(self._finish_process, os.getpid())
         return self._uploads
 

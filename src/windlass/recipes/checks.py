@@ -99,6 +99,7 @@ def _path_problem(source: str, recipe: Recipe) -> str | None:
         return UNKNOWN_ENDING
     if problem := TASKS[recipe.task].file_problem(kind):
         return problem
+    # Otherwise reading fails with an error of the system, which does not name the key.
     if (kind == "folder") != path.is_dir():
         return f"is {'a folder' if path.is_dir() else 'a file'}, which data.format={kind} does not read"
     return None if os.access(path, os.R_OK) else "cannot be read: permission denied"

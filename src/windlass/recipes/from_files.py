@@ -169,6 +169,7 @@ def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     own = default_file(environ)
     if own.is_file():
         return own, ""
+    # As accelerate finds it, so that a machine that was set up for it launches the same way.
     home = environ.get("HF_HOME") or cache_folder(environ) / "huggingface"
     for name in (FILE_NAME, "default_config.json"):
         other = Path(home).expanduser() / "accelerate" / name

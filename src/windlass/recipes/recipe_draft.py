@@ -112,6 +112,7 @@ class RecipeDraft:
 
     def is_overridden(self, *keys: str) -> bool:
         """Return True if this value, or a section around it, was given as an override."""
+        # Of a section as a whole too: `data={train: x}` on the command line replaces all of the file's section.
         return any(keys[:depth] in self._overridden for depth in range(1, len(keys) + 1))
 
     def label(self, *keys: str) -> str:

@@ -51,6 +51,7 @@ def run(plan: LaunchPlan) -> int:
     """
     quiet_elastic()
     requeue = Requeue(plan.max_requeues) if plan.requeue else None
+    # Before the variable is removed, and once for all runs of a job that is requeued.
     token = read_token(plan.token_file, os.environ) if plan.machines > 1 else None
     os.environ.pop(TOKEN_VARIABLE, None)  # a secret that only launchers need
     try:
@@ -70,6 +71,7 @@ def _run_once(plan: LaunchPlan, token: str | None) -> tuple[int, bool]:
     try:
         return _run_in(folder, plan, token)
     finally:
+        # A job that succeeds leaves nothing behind in the temporary folder.
         if plan.log_dir is None and not any(folder.glob("attempt-*/report.txt")):
             shutil.rmtree(folder, ignore_errors=True)  # no report names it
 
@@ -85,6 +87,7 @@ def _run_in(folder: Path, plan: LaunchPlan, token: str | None) -> tuple[int, boo
         agent = _agent(plan, meet(meeting), folder)
     except (MeetingError, RendezvousError) as error:
         return _unreachable(error, meeting), False
+    # Torch's agent raises for a signal, returns a failed result for a failure, and both may follow an orderly exit.
     succeeded = False
     try:
         succeeded = not agent.run().is_failed()
