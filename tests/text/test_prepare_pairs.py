@@ -18,6 +18,20 @@ ROWS = [
 ]
 
 
+def test_an_empty_answer_is_its_end_token() -> None:
+    """Also of a tokenizer that puts that token after every text, a prompt alone included."""
+    from tokenizers.processors import TemplateProcessing
+
+    plain, ending = byte_tokenizer(), byte_tokenizer()
+    end = ("<eos>", plain.eos_token_id)
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[end])
+    options, row = PairOptions(answers=("completion",)), {"prompt": "Say nothing.", "completion": ""}
+    for tokenizer in (plain, ending):
+        found = prepare_pairs([row], tokenizer, options)[0]
+        assert found["completion_ids"] == [plain.eos_token_id]
+        assert plain.decode(found["prompt_ids"]) == "Say nothing."
+
+
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 @pytest.mark.parametrize("most", [5, 9, 12, 15, 18, None])
 def test_the_counts_are_those_of_batches(mode: str, most: int | None) -> None:

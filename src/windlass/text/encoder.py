@@ -71,7 +71,7 @@ class RowEncoder:
         self._template = self._chat_template(first) if self._chats else None
         is_plain = not self._chats and self._kind != "tokens"
         self._eos = self._end_token() if is_plain else ""
-        self._bos, self._adds_eos = self._added() if is_plain else ("", False)
+        self._bos, self._adds_eos = added_around(tokenizer, self._eos) if is_plain else ("", False)
 
     def _chat_template(self, first: Row) -> ChatTemplate:
         spans = self._options.assistant_only_loss
@@ -125,16 +125,6 @@ class RowEncoder:
             )
             raise ConfigError(Problem("eos_token", None, fix))
         return str(end)
-
-    def _added(self) -> tuple[str, bool]:
-        """The token that the tokenizer puts before a text ("" = none), and if it puts the end token after it."""
-        # Not of an empty text, for which some tokenizers add nothing, but of one that every vocabulary has.
-        special = set(self._tokenizer.all_special_tokens)
-        word = next((token for token in self._tokenizer.get_vocab() if token not in special), self._eos)
-        ids = self._tokenizer(word)["input_ids"]
-        bos = str(self._tokenizer.bos_token or "")
-        begins = bool(bos) and ids[:1] == [self._tokenizer.convert_tokens_to_ids(bos)]
-        return bos if begins else "", ids[-1:] == [self._tokenizer.convert_tokens_to_ids(self._eos)]
 
     def __call__(self, rows: Sequence[Row], first: int) -> EncodedRows:
         """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages. Raises RowError
@@ -191,9 +181,7 @@ class RowEncoder:
         ids, ranges = self._tokens(texts, spans)
         starts = [0] * len(ids)
         if self._completion_only:
-            alone = self._tokens(prompts, None)[0]
-            if self._adds_eos:
-                alone = [prompt[:-1] for prompt in alone]
+            alone = self._alone(prompts)
             starts = [self._start(prompt, whole) for prompt, whole in zip(alone, ids, strict=True)]
         found = []
         for at, row in enumerate(ids):
@@ -278,6 +266,12 @@ class RowEncoder:
             for offsets, where in zip(encoded["offset_mapping"], spans, strict=True)
         ]
 
+    def _alone(self, prompts: list[str]) -> list[list[int]]:
+        """The tokens of prompts without what follows them."""
+        ids = self._tokens(prompts, None)[0]
+        # A tokenizer that puts the end token after a text takes a prompt for a whole one.
+        return [prompt[:-1] for prompt in ids] if self._adds_eos else ids
+
     def _start(self, prompt: list[int], whole: list[int]) -> int:
         """Where the completion begins: the length of the longest common prefix of the two sequences of ids."""
         if prompt == whole[: len(prompt)]:
@@ -335,6 +329,17 @@ class RowEncoder:
         found.input_ids.append(ids)
         found.labels.append(labels)
         found.places += place
+
+
+def added_around(tokenizer: Any, end: str) -> tuple[str, bool]:
+    """Return the token that a tokenizer puts before a text ("" = none), and if it puts the token `end` after it."""
+    # Not of an empty text, for which some tokenizers add nothing, but of one that every vocabulary has.
+    special = set(tokenizer.all_special_tokens)
+    word = next((token for token in tokenizer.get_vocab() if token not in special), end)
+    ids = tokenizer(word)["input_ids"]
+    bos = str(tokenizer.bos_token or "")
+    begins = bool(bos) and ids[:1] == [tokenizer.convert_tokens_to_ids(bos)]
+    return bos if begins else "", bool(end) and ids[-1:] == [tokenizer.convert_tokens_to_ids(end)]
 
 
 def token_ranges(offsets: Sequence[tuple[int, int]], spans: Spans) -> Spans:

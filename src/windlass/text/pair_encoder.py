@@ -156,7 +156,7 @@ class PairEncoder(RowEncoder):
         texts, prompts = self._texts(standard, first)
         # As one text: a tokenizer may join the end of a prompt and the start of its answer.
         ids = self._tokens(texts, None)[0]
-        alone = ids[::width] if self._whole else self._tokens(prompts[::width], None)[0]
+        alone = ids[::width] if self._whole else self._alone(prompts[::width])
         found = EncodedRows()
         for at in range(len(rows)):
             self._keep(found, alone[at], ids[at * width : (at + 1) * width], first + at)
@@ -219,9 +219,6 @@ class PairEncoder(RowEncoder):
         found.documents.append([shared, *map(len, rest)])
 
     def _warn_of_cut(self, lost: list[int]) -> None:
-        end = [self._tokenizer.eos_token_id]
-        if self._adds_eos and lost == end:
-            return
         warn_once(
             _logger,
             "the tokens of a prompt are not what the prompt with its answer begins with: the answer starts where they "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from windlass.core.errors import DataError
 from windlass.core.types import IGNORED
 from windlass.text.chat_template import ChatTemplate
+from windlass.text.encoder import added_around
 from windlass.text.forms import Form, RowError, checked_messages, recognise_form, standardised
 
 _NO_PROMPT = (
@@ -36,6 +38,10 @@ class PromptReader:
     def __init__(self, tokenizer: Any, text_field: str) -> None:
         self._tokenizer, self._text_field = tokenizer, text_field
         self._template: ChatTemplate | None = None
+
+    @cached_property
+    def _around(self) -> tuple[str, bool]:
+        return added_around(self._tokenizer, str(self._tokenizer.eos_token or ""))
 
     def of_row(self, row: Any, number: int) -> PromptRow:
         """The prompt and the reference of a row of an evaluation set. Raises RowError if it has none."""
@@ -124,13 +130,9 @@ class PromptReader:
 
     def _of_text(self, number: int, prompt: str, reference: str | None) -> PromptRow:
         """Special tokens are added as in training, but for the end token."""
-        begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        ids = list(self._tokenizer(prompt, verbose=False)["input_ids"])
-        plain = self._tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-        if begin is not None and ids[:2] == [begin, begin]:
-            ids = ids[1:]
-        if end is not None and ids[-1:] == [end] and list(plain[-1:]) != [end]:
-            ids = ids[:-1]
+        begin, adds_end = self._around
+        ids = list(self._tokenizer(prompt.removeprefix(begin), verbose=False)["input_ids"])
+        ids = ids[:-1] if adds_end else ids
         return self._checked(PromptRow(number, prompt, ids, None if reference is None else reference.strip()))
 
     @staticmethod
