@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -157,6 +159,25 @@ _FROM_MAIN = """
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"rdzv_endpoint": "localhost:99999"}, "rdzv_endpoint='localhost:99999': must be HOST:PORT"),
+        (
+            {"rdzv_conf": {"timeout": "long"}},
+            "rdzv_conf['timeout']='long': must be a whole number of seconds",
+        ),
+        (
+            {"rdzv_conf": {"read_timeout": 9}},
+            "rdzv_conf['read_timeout']=9: is an option of torch's rendezvous",
+        ),
+    ],
+)
+def test_where_and_how_long_machines_wait_is_checked(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        notebook_launcher(print, (), 2, num_nodes=2, **options)
+
+
 def test_threads_and_failed_launches_of_this_process_do_not_reach_the_next_one(tmp_path: Path) -> None:
     """All is defined in `__main__`, which has no guard: the processes must not run it again."""
     script = tmp_path / "script.py"
