@@ -157,8 +157,6 @@ _FROM_MAIN = """
 """
 
 
-@pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -178,6 +176,8 @@ def test_where_and_how_long_machines_wait_is_checked(options: dict[str, Any], pr
         notebook_launcher(print, (), 2, num_nodes=2, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.dist
 def test_threads_and_failed_launches_of_this_process_do_not_reach_the_next_one(tmp_path: Path) -> None:
     """All is defined in `__main__`, which has no guard: the processes must not run it again."""
     script = tmp_path / "script.py"
