@@ -26,7 +26,11 @@ def start_command(arguments: Sequence[str]) -> str:
 
 
 def _resuming(arguments: Sequence[str]) -> list[str]:
-    """Return the words of `windlass train`, with `--resume` in place of what they have of it."""
+    """Return the words of `windlass train`, with `--resume` in place of what they have of it. A search continues by
+    itself, and takes no such flag.
+    """
+    if _searches(arguments):
+        return list(arguments)
     kept, skip = [], False
     for index, word in enumerate(arguments):
         if skip:
@@ -38,6 +42,10 @@ def _resuming(arguments: Sequence[str]) -> list[str]:
         elif not word.startswith("--resume=") and word != "--dry-run":
             kept.append(word)
     return [*kept, "--resume"]
+
+
+def _searches(arguments: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--search" for word in arguments)
 
 
 def names_checkpoint(word: str) -> bool:
@@ -80,8 +88,9 @@ def resume_recorded(
             start = [*torchrun(machines, processes), *(["-m", "windlass"] if is_command else [script])]
         else:
             start = ["windlass"] if is_command else ["python", script]
+    has_folder = is_command and not _searches(rest)  # a search names that of all its trials
     if is_command:
-        rest = _resuming(rest if moved_to is None else _of_folder(rest, moved_to))
+        rest = _resuming(_of_folder(rest, moved_to) if moved_to is not None and has_folder else rest)
     command = [*start, *rest]
     needed = "nothing" if is_command or resumes else process.get("needs")
     if needed == "flag":
@@ -89,7 +98,7 @@ def resume_recorded(
     needs = []
     if needed not in ("nothing", "flag"):
         needs.append('the script must call trainer.train(resume_from_checkpoint="auto")')
-    if moved_to is not None and not is_command:
+    if moved_to is not None and not has_folder:
         needs.append(f"the run was moved: its output_dir is {moved_to} now")
     if any(HIDDEN in word for word in command):
         needs.append(f"put back the secrets that are shown as {HIDDEN}")
