@@ -11,7 +11,7 @@ from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED
 from windlass.cli.print_config import render_config
-from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
+from windlass.cli.resume_point import changed_keys, check_folder, find_resume_point, past_the_end
 from windlass.cli.resume_words import resume_command, start_command
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
@@ -123,6 +123,8 @@ def _train(
         point = find_resume_point(resume, args)
     if point is not None:
         say(f"Continuing from {shown_path(point.path)}, step {point.step:,}")
+        for line in changed_keys(args, point):
+            say(f"  {folded(line, 4)}")
     with Activity("importing libraries"):
         from windlass.assemble.resolve import resolve_parallel
         from windlass.cli.screen import RunOutcome, describe_run, render_screen
