@@ -197,8 +197,6 @@ def _update(named: str | None) -> None:
         raise ConfigError(Problem("--config_file", None, fix))
     settings = from_file(path)
     refuse(problem for problem in settings.problems if problem.field == "--config_file")
-    for note in settings.notes:
-        if "means nothing here" in note:
-            say(f"removed: {note}")
-    updated(path)
+    for name in updated(path):
+        say(f"removed {name}, which means nothing here")
     say(f"updated {path}")

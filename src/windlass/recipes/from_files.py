@@ -211,9 +211,18 @@ def write_file(settings: Settings, path: Path) -> None:
     _dump(to_document(settings), path)
 
 
-def updated(path: Path) -> None:
-    """Rewrite the launch file at `path` without unknown keys."""
-    _dump(without_unknown(parse_file(path)), path)
+def updated(path: Path) -> list[str]:
+    """Rewrite the launch file at `path` without unknown keys, and return those."""
+    document = parse_file(path)
+    kept = without_unknown(document)
+    _dump(kept, path)
+    removed = []
+    for word, value in document.items():
+        inner = value if isinstance(value, Mapping) and word in kept else {}
+        removed += (
+            [word] if word not in kept else [f"{word}.{name}" for name in inner if name not in kept[word]]
+        )
+    return removed
 
 
 def _dump(document: Mapping[str, Any], path: Path) -> None:
