@@ -120,6 +120,29 @@ def raw_use() -> None:
     optimizer.step()
 
 
+def prepared_again(shard: bool) -> None:
+    """A second accelerator goes on with what the first one returned, as if there were one."""
+    ends = []
+    for runs in (1, 2):
+        torch.manual_seed(4)
+        model = tiny()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        objects = model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        for _ in range(runs):
+            accelerator = make(shard)
+            model, optimizer, schedule = objects = accelerator.prepare(*objects)
+            for _ in range(2 // runs):
+                for x, y in accelerator.prepare(loader(accelerator)):
+                    accelerator.backward(F.mse_loss(model(x), y))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+            ends.append({**accelerator.get_state_dict(model), "rate": torch.tensor(schedule.get_last_lr())})
+            accelerator.free_memory()
+    one, _, two = ends
+    assert all(torch.equal(one[name], two[name]) for name in one), "prepared again"
+
+
 def stray_optimizer() -> None:
     accelerator = make(False)
     model, optimizer = accelerator.prepare(tiny(), torch.optim.SGD(tiny().parameters(), lr=0.1))
@@ -276,6 +299,7 @@ def failed_save() -> None:
 
 for sharded in (False, True):
     same_ends(sharded)
+    prepared_again(sharded)
 metrics()
 metrics_of_streams()
 ranks()

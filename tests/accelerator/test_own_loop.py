@@ -410,6 +410,32 @@ def test_free_memory_lets_go_of_the_scripts_objects() -> None:
     optimizer.step()
 
 
+def test_objects_of_a_released_accelerator_are_prepared_again() -> None:
+    """A library that makes an accelerator for each run prepares what the last one returned."""
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    prepared: Any = (model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    for precision in ("bf16", "no", "bf16"):
+        accelerator = make(False, mixed_precision=precision)
+        prepared = accelerator.prepare(*prepared)
+        x, rate, before = torch.rand(1, 6), optimizer.param_groups[0]["lr"], model.weight.detach().clone()
+        with torch.autocast("cpu", enabled=precision == "bf16"):
+            want = F.linear(x, model.weight, model.bias).float()
+        found = prepared[0](x)
+        assert torch.equal(found, want)
+        accelerator.backward((found**2).sum())
+        assert model.weight.grad is not None
+        gradient = model.weight.grad.clone()
+        prepared[1].step()
+        prepared[2].step()
+        prepared[1].zero_grad()
+        assert torch.equal(model.weight, before - rate * gradient)
+        assert optimizer.param_groups[0]["lr"] == rate / 2
+        with pytest.raises(ModelError, match=r"call `free_memory\(\)` of that one first"):
+            make(False).prepare(prepared[1])
+        accelerator.free_memory()
+
+
 def test_a_compiled_model_is_the_same_model() -> None:
     accelerator = make(False, dynamo_backend="eager")
     model = tiny()

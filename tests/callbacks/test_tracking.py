@@ -98,7 +98,7 @@ def test_a_tracker_that_fails_does_not_stop_training(
 ) -> None:
     class Broken(Recorder):
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            raise ConnectionError(f"the line of {tmp_path} is dead")
+            raise ConnectionError(f"at {step} the line is dead")  # another text each time
 
     trainer = train(tmp_path, Broken())
     assert trainer.state.global_step == 4
@@ -115,6 +115,14 @@ def test_a_tracker_that_cannot_start_stops_before_training(tmp_path: Path) -> No
     with pytest.raises(PermissionError, match="no key"):
         train(tmp_path, Closed())
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_two_trackers_of_one_name_are_both_open(tmp_path: Path) -> None:
+    first, second = Recorder(), Recorder()
+    callbacks = [TrackingCallback([first, second])]
+    Trainer(Net(), arguments(tmp_path), train_dataset=rows(16), callbacks=callbacks).train()
+    assert "finish" not in [*first.kept, *second.kept]
+    assert logged(first) == logged(second) != []
 
 
 def test_a_tracker_that_did_not_start_is_tried_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,3 +101,15 @@ def test_an_accelerator_config_is_read_and_taken_apart_alike(tmp_path: Path) -> 
     file.write_text(json.dumps({"splitbatches": True}))
     with pytest.raises(ConfigError, match="split_batches"):
         AcceleratorConfig.from_json_file(file)
+
+
+def test_arguments_that_transformers_pickled_are_arguments(tmp_path: Path) -> None:
+    """`windlass run` answers with this class for the name in `training_args.bin`."""
+    theirs = their_arguments.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", learning_rate=3e-4
+    )
+    ours = TrainingArguments.__new__(TrainingArguments)
+    ours.__setstate__(vars(theirs))
+    assert (ours.learning_rate, ours.use_cpu, ours.is_given("learning_rate")) == (3e-4, True, True)
+    assert ours.nonfinite_policy == TrainingArguments(str(tmp_path)).nonfinite_policy
+    assert pickle.loads(pickle.dumps(ours)) == ours

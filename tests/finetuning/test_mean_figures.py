@@ -95,14 +95,3 @@ def test_ranks_that_share_their_batches_count_once() -> None:
     alone = figures()
     alone.adopt(states)
     assert alone.read(training=True) == {"entropy": 1.0, "mean_token_accuracy": 0.5, "num_tokens": 5}
-
-
-def test_a_state_that_was_written_before_extremes_were_is_read() -> None:
-    made = figures()
-    made.load_state_dict({"sums": [6.0, 1.0, 2.0, 3.0, 2.0], "tokens": 5})
-    assert made.read(training=True) == {
-        "entropy": 3.0,
-        "mean_token_accuracy": 0.5,
-        "aux_loss": 1.5,
-        "num_tokens": 5,
-    }

@@ -86,8 +86,16 @@ def test_pyright_finds_every_name_of_the_stubs() -> None:
     ],
 )
 @pytest.mark.parametrize("live", [False, True], ids=["in an editor", "at a prompt"])
-def test_completion(line: str, completed: str, live: bool) -> None:
+def test_completion(
+    line: str,
+    completed: str,
+    live: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     jedi = pytest.importorskip("jedi")
+    # A cache for this process: one that reads a file of the shared one while another writes it finds half a pickle.
+    monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path_factory.getbasetemp() / "jedi"))
     begin = (
         "import windlass\nfrom windlass import Accelerator, SFTConfig, Trainer, TrainingArguments\n"
         "args = TrainingArguments('out')\n"

@@ -12,6 +12,8 @@ from tests.text.tokenizers import TEMPLATES, byte_tokenizer, word_tokenizer
 
 from windlass.text.chat_template import ChatTemplate
 from windlass.text.encoder import token_ranges
+from windlass.text.pair_encoder import PairOptions
+from windlass.text.prepare_pairs import prepare_pairs
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
 
@@ -155,6 +157,17 @@ def test_a_template_that_writes_the_date_of_today_is_warned_of(caplog: pytest.Lo
     assert "the date of today" not in caplog.text
     prepare_text([{"messages": chat("a", "b")}], tokenizer)
     assert "the date of today" in caplog.text
+
+
+def test_prompts_that_end_within_a_token_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Each ends in another way, and a dataset may have a million of them."""
+    pairs = [("a t", "he"), ("a i", "ng"), ("a th", "e")]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    prepare_text(rows, word_tokenizer())
+    preferences = [{"prompt": prompt, "chosen": end, "rejected": end + "s"} for prompt, end in pairs]
+    prepare_pairs(preferences, word_tokenizer(), PairOptions())
+    assert caplog.text.count("not the first tokens of prompt and completion") == 1
+    assert caplog.text.count("is left out") == 1
 
 
 def test_completions_may_be_trained_with_their_prompts() -> None:

@@ -239,6 +239,32 @@ def test_a_plain_mean_is_said_once_and_terms_are_none(
     assert sum("plain mean" in text for text in said) == times
 
 
+@pytest.mark.parametrize(("reads", "wide", "times"), [(False, True, 1), (True, True, 0), (False, False, 0)])
+def test_a_loss_of_positions_that_does_not_read_its_count_is_taken_as_a_mean(
+    reads: bool, wide: bool, times: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a sum, which the weights of micro-batches would distort; with a label for each row they are equal."""
+
+    class Own(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = (outputs["logits"] ** 2).sum() + 0.0 * labels.sum()
+            if reads:
+                loss = loss / num_items_in_batch
+            return (loss, outputs) if return_outputs else loss
+
+    said: list[str] = []
+    monkeypatch.setattr("windlass.trainer.loss_policy.warn_once", lambda _, text: said.append(text))
+    data = samples()
+    if wide:
+        data = [{**row, "labels": [1] * (i % 3) + [-100] * (3 - i % 3)} for i, row in enumerate(data)]
+    trainer_for(folder, Own, data=data, gradient_accumulation_steps=2).train()
+    assert sum("does not read `num_items_in_batch`" in text for text in said) == times
+
+
 @pytest.mark.dist
 def test_a_forward_past_the_wrapper_is_refused(folder: Path) -> None:
     launch(2, HERE / "losses_ranks.py", folder)

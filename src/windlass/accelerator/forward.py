@@ -62,8 +62,7 @@ def mix_precision(module: nn.Module, autocast: Callable[[], AbstractContextManag
 
     The forward is replaced on the instance, so its class, parameter names and hooks do not change.
     """
-    if not isinstance(vars(module).get("forward"), MixedForward):
-        module.forward = MixedForward(module, autocast)
+    module.forward = MixedForward(module, autocast)
 
 
 def restore_forward(module: nn.Module) -> None:

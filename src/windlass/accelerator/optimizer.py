@@ -180,8 +180,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)
 
     def release(self) -> None:
-        """Allow direct calls of the wrapped optimizer's `step` again."""
+        """Belong to no accelerator from now on, as a copy does; the wrapped optimizer's `step` may be called."""
+        self._update = _step_alone
         self._registered.remove()
+
+    @property
+    def is_free(self) -> bool:
+        """It belongs to no accelerator."""
+        return self._update is _step_alone
 
 
 def _step_alone(optimizer: PreparedOptimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:

@@ -60,7 +60,9 @@ class PreparedSchedule:
         again for each optimizer that is prepared later, which may be that one.
         """
         built_on = getattr(self.scheduler, "optimizer", None)
-        found = [o for o in optimizers if built_on is o or built_on is o.optimizer] or list(optimizers)
+        if isinstance(built_on, PreparedOptimizer):  # perhaps by another accelerator before
+            built_on = built_on.optimizer
+        found = [o for o in optimizers if built_on is o.optimizer] or list(optimizers)
         if found != self.optimizers:
             self.optimizers = found
             self._followed = self._updates()

@@ -16,7 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.executors import parameters_of
-from windlass.accelerator.forward import extract_model_from_parallel, mix_precision, refuse_raw_forward
+from windlass.accelerator.forward import (
+    extract_model_from_parallel,
+    mix_precision,
+    refuse_raw_forward,
+    restore_forward,
+)
 from windlass.accelerator.offloaded_weights import has_offloaded_params
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared
@@ -114,6 +119,11 @@ class Preparer:
     def _prepare_models(
         self, models: list[nn.Module], placement: list[bool | None], evaluation_mode: bool = False
     ) -> list[nn.Module]:
+        # A wrapper that another accelerator made is left; around it, a second one would reduce the gradients again.
+        models = [
+            m.module if isinstance(m, Replicated) and self._prepared.strategy_of(m) is None else m
+            for m in models
+        ]
         # By identity: a script may pass one model under two names.
         new = list({id(m): m for m in models if self._prepared.strategy_of(m) is None}.values())
         for model in new:
@@ -130,6 +140,7 @@ class Preparer:
             strategy = self._spread(model, placed[id(model)], evaluation_mode)
             # Afterwards: layouts compare results in the precision of the weights. Under DeepSpeed too: autocast casts
             # the inputs of its half-precision model.
+            restore_forward(model)  # of an accelerator before this one, perhaps in another precision
             if self._settings.precision.compute != "fp32":
                 mix_precision(model, partial(autocast_of, self._settings, self._setup.device))
             return strategy
@@ -227,14 +238,19 @@ class Preparer:
     # --- optimizers and schedules -------------------------------------------------------------------------------------
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        """Return an optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update."""
+        """Return an optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update. Raises
+        ModelError for one that another accelerator holds.
+        """
         for known in self._prepared.optimizers:
             if optimizer is known or optimizer is known.optimizer:
                 return known
         if isinstance(optimizer, PreparedOptimizer):
-            raise ModelError(
-                "this optimizer was prepared by another accelerator; prepare its own `.optimizer`"
-            )
+            if not optimizer.is_free:
+                raise ModelError(
+                    "this optimizer was prepared by another accelerator, which still updates it: call `free_memory()` "
+                    "of that one first"
+                )
+            optimizer = optimizer.optimizer
         if self.zero.plan is None:  # DeepSpeed updates fp32 values of weights in few bits
             check_weights(optimizer)
         warn_of_lost_updates(optimizer)
@@ -253,6 +269,8 @@ class Preparer:
         for known in self._prepared.schedules:
             if scheduler is known or scheduler is known.scheduler:
                 return known
+        if isinstance(scheduler, PreparedSchedule):  # of another accelerator, whose updates it would count
+            scheduler = scheduler.scheduler
         unit = self._settings.schedule_unit
         self._log_unit(unit)
         prepared = PreparedSchedule(

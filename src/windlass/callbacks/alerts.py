@@ -141,7 +141,7 @@ class Alerts:
 
 
 class Webhook:
-    """Posts alerts as JSON from a thread of its own. What fails, or comes faster than it can be sent, is dropped."""
+    """Posts alerts as JSON from a separate thread. What fails, or comes faster than it can be sent, is dropped."""
 
     def __init__(self, address: str) -> None:
         if not address.startswith(("https://", "http://")):

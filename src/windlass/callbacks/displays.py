@@ -100,7 +100,7 @@ class _Speed:
 
 
 class Display:
-    """The progress of a run of steps, and of an evaluation within it, which has a count of its own."""
+    """The progress of a run of steps, and of an evaluation within it, which is counted separately."""
 
     # A terminal is redrawn at most this often: drawing takes about a millisecond, a step may take less.
     seconds = 0.2

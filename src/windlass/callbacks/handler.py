@@ -222,7 +222,15 @@ class CallbackHandler:
         listeners = self._listeners[event]
         if len(self._active) > 1:  # fired by a listener
             listeners = tuple(listener for listener in listeners if not _follows_run_only(listener))
-        self._call(listeners, args, state, control, {**self._shared, **kwargs} if kwargs else self._shared)
+        shared = {**self._shared, **kwargs} if kwargs else self._shared
+        for listener in listeners:
+            try:
+                result = listener(args, state, control, **shared)
+                if result is not None and result is not control:
+                    _merge(control, result)
+            except Exception as error:
+                error.add_note(f"raised in the callback {getattr(listener, '__qualname__', listener)}")
+                raise
         return control
 
     def enter_resumed_epoch(
@@ -232,25 +240,12 @@ class CallbackHandler:
         epoch: the event might reset what was restored. Flags are not cleared: one may have ended this epoch.
         """
         new = [one for one in self.callbacks if not has_state(one)]
-        self._call(_bound(new, "on_epoch_begin"), args, state, control, self._shared)
-
-    @staticmethod
-    def _call(
-        listeners: Iterable[Listener],
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        shared: dict[str, Any],
-    ) -> None:
-        """Call each listener, and merge what it returns into `control`."""
-        for listener in listeners:
-            try:
-                result = listener(args, state, control, **shared)
-                if result is not None and result is not control:
-                    _merge(control, result)
-            except Exception as error:
-                error.add_note(f"raised in the callback {getattr(listener, '__qualname__', listener)}")
-                raise
+        self._listeners["on_epoch_begin"] = tuple(_bound(new, "on_epoch_begin"))
+        try:
+            # Past a `call_event` of the script's, which calls all callbacks.
+            CallbackHandler.call_event(self, "on_epoch_begin", args, state, control)
+        finally:
+            self.refresh()
 
     on_init_end = _event("on_init_end")
     on_train_begin = _event("on_train_begin")

@@ -52,7 +52,7 @@ def render_page(found: Sequence[PageRun], *, live: str = "") -> str:
 
     Args:
         found: the runs; the curves of the others are compared with those of the first.
-        live: where the page gets what changed, as a path of its own server; empty for a file.
+        live: where the page gets what changed, as a path of its server; empty for a file.
     """
     scripts = [_asset("uplot.min.js"), _asset("page.js"), _asset("controls.js")]
     policy = (

@@ -214,7 +214,7 @@ def _place(args: Args, step: int, epoch: float | None) -> Row:
 
 
 class _CellPage(Display):
-    """What a cell displays of one run, or of one evaluation. Losses and metrics come by methods of their own."""
+    """What a cell displays of one run, or of one evaluation. Losses and metrics are added by separate methods."""
 
     seconds = 0.5
 

@@ -46,7 +46,7 @@ _PACKAGES = ("torch", "numpy", "transformers", "peft", "datasets", "tokenizers",
 # Of a rank that failed.
 _FAILURE = ".windlass-failure-{}.json"
 _MAX_REASON = 300
-# In errors of gloo's connections, which have no type of their own.
+# In errors of gloo's connections, which are of the type RuntimeError alone.
 _GLOO = "gloo/transport/"
 _SESSION = {"began": float, "from_step": int, "repeated": int}
 _TRAINED = {"from_step": int, "seconds": float, "samples": float}

@@ -140,7 +140,7 @@ class PackageTracker(GeneralTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """In the project of `$project_variable`, or of the arguments; a resumed run continues its own."""
+        """In the project of `$project_variable`, or of the arguments; a resumed run is continued."""
         project = os.environ.get(cls.project_variable) or facts.project
         identity = {} if facts.run_id is None else {"id": facts.run_id, "resume": "allow"}
         return cls(project, name=facts.name, **identity)

@@ -12,14 +12,14 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control
 from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_logger
 from windlass.core.redact import redact_value, redacted_argv
 from windlass.core.types import State
 
 logger = get_logger(__name__)
 _OPTIONS = ("trackio_space_id", "trackio_bucket_id")
 # The packages have one open run per process, so a run that starts ends that of an earlier Trainer.
-_open: dict[str, GeneralTracker] = {}
+_open: dict[str, list[GeneralTracker]] = {}
 
 
 class TrackingCallback(RowCallback):
@@ -43,6 +43,7 @@ class TrackingCallback(RowCallback):
         wanted = [trackers] if isinstance(trackers, str | GeneralTracker) else list(trackers)
         self._wanted = filter_trackers(wanted, logging_dir="", field="report_to")
         self._running: list[GeneralTracker] = []
+        self._unreached: set[str] = set()  # trackers whose last metrics failed
         self._has_trained = False
         self._run_ids: dict[str, str] = {}
 
@@ -78,18 +79,25 @@ class TrackingCallback(RowCallback):
             try:
                 tracker.log(values, step=row["step"])
             except Exception as error:  # a lost connection must not end training
-                warn_once(logger, f"{tracker.name} received no metrics; training continues: {error!r}")
+                # Not once for each message: errors of requests hold addresses, and differ each time.
+                if tracker.name not in self._unreached:
+                    logger.warning("%s received no metrics; training continues: %r", tracker.name, error)
+                self._unreached.add(tracker.name)
+            else:
+                self._unreached.discard(tracker.name)
 
     def _ensure_running(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._running:
             return
         running = []
+        for name in self.names:  # before any starts: two of them may have one name
+            for earlier in _open.pop(name, ()):
+                _finish(earlier)
         for item in self._wanted:
             tracker = item if isinstance(item, GeneralTracker) else self._build(item, args, state)
-            _finish(_open.pop(tracker.name, None))
             with redacted_argv():
                 tracker.start()
-            _open[tracker.name] = tracker
+            _open.setdefault(tracker.name, []).append(tracker)
             running.append(tracker)
         # Not before all have started: after an error in one, the next report must not go to some of them alone.
         self._running, self._run_ids = running, {}
@@ -128,10 +136,8 @@ class TrackingCallback(RowCallback):
         self._run_ids = dict(state)
 
 
-def _finish(earlier: GeneralTracker | None) -> None:
+def _finish(earlier: GeneralTracker) -> None:
     """End the run of an earlier Trainer. A failure is one of that run, and must not keep another one from starting."""
-    if earlier is None:
-        return
     try:
         earlier.finish()
     except Exception as error:

@@ -23,8 +23,8 @@ class SWACallback(TrainerCallback):
     """Keeps the uniform average of the trained weights.
 
     Evaluations, checkpoints, `save_model`, the best model and the model after `train()` have the average. Training
-    continues from its own weights, which checkpoints hold beside it, so a resumed run ends with the same bits. Buffers
-    are not averaged.
+    continues from the weights that it replaced, which checkpoints hold beside it, so a resumed run ends with the same
+    bits. Buffers are not averaged.
 
     Half-precision weights have an average in fp32. Sharded weights have a sharded one.
 

@@ -233,7 +233,7 @@ def _is_importable(function: types.FunctionType) -> bool:
 
 def _sources_of(function: Callable[..., Any]) -> dict[str, list[str]]:
     """Return the lines of the notebook's cells, which are in no file, for tracebacks."""
-    code = getattr(function, "__code__", None)
+    code = getattr(function, "__code__", None)  # a callable object has none
     globals_ = getattr(function, "__globals__", {})
     files = {code.co_filename} if code else set()
     files |= {

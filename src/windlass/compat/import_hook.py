@@ -79,6 +79,7 @@ def install() -> None:
     """Answer imports from now on. Modules that were imported before stay as they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         answers = Answers()
+        # Before Python's own finder, which would find the library's module.
         sys.meta_path.insert(0, _Finder(answers))
         atexit.register(answers.report)
 
@@ -103,6 +104,7 @@ class Answers:
             self._left[f"{module}.{name}"] = None
             return None
         except ImportError:
+            # A name that is refused. A library asks for many that it never uses: it goes on with its own.
             if _is_script(caller):
                 raise
             self._left[f"{module}.{name}"] = None

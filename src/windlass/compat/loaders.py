@@ -335,6 +335,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         **options: Any,
     ) -> None:
         loader, state, data_ranks = DataLoader(dataset, **options), PartialState(), current().over("data")
+        # As PyTorch's loaders draw theirs, so that a script's own seed decides about it; of the main process for all.
         seed = int(data_ranks.broadcast_object(int(torch.empty((), dtype=torch.int64).random_())))
         choice = ReaderChoice(loader, seed=seed, split=split_batches, seedable=False, data_ranks=data_ranks)
         self._construct(

@@ -66,5 +66,6 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
+        # Parameters alone, as in accelerate: each process keeps the running statistics of its own samples.
         for parameter in self._model.parameters():
             parameter.copy_(reduce(parameter))

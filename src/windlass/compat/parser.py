@@ -221,7 +221,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             ValueError: words that no flag takes.
             ConfigError: a dataclass refused its values.
         """
-        if args is None:
+        if args is None:  # the command of this process, which the end of a run prints to resume it
             note_flags(self)
         words = list(sys.argv[1:] if args is None else args)
         files, words = _args_files(words, look_for_args_file, args_filename, args_file_flag)

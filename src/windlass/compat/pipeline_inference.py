@@ -54,6 +54,7 @@ def prepare_pippy(
     balance = StageBalance(model, all_ranks, False, lambda: False)
     cut, _ = balance.cut(lambda: find_cut(model, all_ranks.size, points, example))
     staged = StagedModel(model, cut, range(all_ranks.size), all_ranks, state.device, balance)
+    # As many chunks as stages keep all of them busy, but for the first and the last rounds.
     chunks, is_last = num_chunks or all_ranks.size, all_ranks.rank == len(cut.stages) - 1
 
     def forward(*args: Any, **kwargs: Any) -> Any:

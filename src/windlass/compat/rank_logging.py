@@ -36,6 +36,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
+        # Before any barrier: ranks have equal levels, so none of them waits for one that logs nothing.
         if not self.isEnabledFor(level):
             return
         msg, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]

@@ -111,6 +111,7 @@ class GradientState:
         self.__dict__ = self._shared_state
 
     def __setstate__(self, facts: dict[str, Any]) -> None:
+        # As for `PartialState`: a data worker has no loop of its own.
         _share(facts, GRADIENTS)
         self.__dict__ = self._shared_state
 

@@ -274,6 +274,14 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
         check(self)
         self.__dict__["_dividing"] = self._divide_new_models()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_base" in state:
+            self.__dict__.update(state)
+            return
+        # Pickled by transformers, under whose name `windlass run` answers with this class: its values are arguments.
+        given = {name: state[name] for name in self.__dataclass_fields__ if name in state}
+        self.__dict__.update(vars(type(self)(**given)))
+
     def _assign(self, name: str, value: Any) -> None:
         if name in OLD_NAMES and name not in self.__dataclass_fields__:
             self._assign_old(name, value)

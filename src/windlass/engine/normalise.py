@@ -9,6 +9,7 @@ number of ranks. Everything else in Windlass uses shares.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -128,6 +129,11 @@ class UpdateNormaliser(Normaliser):
         self.filler, self._share_of_samples = total > 0 and samples == 0, samples / max(total, 1.0)
         self.targets, self.last = update.targets[index], index == len(update.batches) - 1
         self.share, self._empty = None, not self.targets
+
+    @property
+    def weighs_rows(self) -> bool:
+        """The present micro-batch has the same share of the update's targets and of its samples."""
+        return math.isclose(self.targets / self.denominator, self._share_of_samples)
 
     def backward(self, loss: Tensor | LossTerms, executor: Executor, **options: Any) -> None:
         """Compute the gradients of a micro-batch's loss; `options` are those of `Tensor.backward`."""

@@ -173,6 +173,7 @@ class Answering:
     def _answers(self, rows: Sequence[PromptRow], number: int, writer: AnsweringModel) -> list[Answer]:
         width = max(len(row.ids) for row in rows)
         pad = self.tokenizer.pad_token_id
+        # On the left: generation continues after the last column.
         ids = [[pad] * (width - len(row.ids)) + row.ids for row in rows]
         seen = [[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows]
         inputs = {
@@ -180,9 +181,10 @@ class Answering:
             "attention_mask": torch.tensor(seen, device=writer.device),
         }
         if self.args.generation_do_sample:
+            # Of the batch and not of the rank: the answers are the same on any number of ranks.
             seed = derive_seed(self.args.seed, number)
             seed_generators(seed)
-            torch.manual_seed(seed & (2**63 - 1))
+            torch.manual_seed(seed & (2**63 - 1))  # which takes no unsigned numbers of 64 bits
         config = self._config(writer.model, new_tokens(self.args, self.limits, width))
         with writer.context(), _caching(writer.model):
             made = generate(writer.model, inputs, generation_config=config, synced_gpus=writer.in_step)
@@ -193,6 +195,7 @@ class Answering:
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         config.eos_token_id = sorted({end for end in (*ends, self.tokenizer.eos_token_id) if end is not None})
         config.pad_token_id = self.tokenizer.pad_token_id
+        # `max_length` would count the prompts and their padding, and both together are warned of.
         config.max_new_tokens, config.max_length = tokens, None
         config.num_beams = self.args.generation_num_beams or 1
         config.do_sample = self.args.generation_do_sample
@@ -247,6 +250,7 @@ class EvaluationAnswers:
         """Within the body, an evaluation of `dataset` runs: None for the trainer's own, the name of one of them, a
         dataset or a dict of datasets. The sets of a dict are evaluations within it.
         """
+        # An evaluation of a dict evaluates each of its sets through the same method.
         if self._due is not None or not answers_anything(self.args):
             yield
             return

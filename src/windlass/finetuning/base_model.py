@@ -91,7 +91,7 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
     except RuntimeError as error:
-        if "quantization_config" not in options:
+        if "quantization_config" not in options or isinstance(error, torch.OutOfMemoryError):
             raise
         how = type(
             getattr(options["quantization_config"], "quant_type", options["quantization_config"])
@@ -124,6 +124,7 @@ def load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]
         options["quantization_config"] = quantization_config
     if type(options.get("quantization_config")).__name__ == "BitsAndBytesConfig":
         bitsandbytes_library("load a model in few bits")
+    # The name before transformers 4.56, which scripts still use.
     if (old := options.pop("torch_dtype", None)) is not None:
         options.setdefault("dtype", old)
     options["dtype"] = _dtype(options.get("dtype", "float32"))

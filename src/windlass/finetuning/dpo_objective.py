@@ -55,6 +55,7 @@ def scores(ratios: Tensor, args: DPOConfig) -> Tensor:
     if args.f_divergence_type == "reverse_kl" or abs(power) < 1e-6:  # the limit of alpha -> 1
         return ratios
     exponent = (power * ratios).clamp(max=_MOST_EXPONENT.get(ratios.dtype, 80.0))
+    # A ratio near 0 makes exp(...) - 1 a difference of nearly equal numbers, of which 8 or 11 bits leave nothing.
     precise = torch.promote_types(ratios.dtype, torch.float32)
     return (torch.exp(exponent.to(precise)) - 1.0).to(ratios.dtype) / power
 

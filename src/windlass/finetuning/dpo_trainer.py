@@ -172,7 +172,7 @@ class DPOTrainer(ReferenceTrainer):
         """
         if "ref_chosen_logps" in inputs:
             reference = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
-        else:
+        else:  # before the model's own forward, whose activations would be in memory meanwhile
             reference = self.compute_ref_log_probs(model, inputs)
         found = answer_log_probabilities(model, inputs, self.args.ld_alpha)
         terms = _terms(found, reference)

@@ -151,6 +151,7 @@ class FineTuner(Trainer):
             auxiliary: the load-balancing loss of experts, a mean over the batch, which counts `weight` times.
         """
         services, training = self._services, self.model.training
+        # Its rows are those of another batch, which has counted them.
         if services.loss.normaliser.filler if training else services.evaluator.filling:
             return
         if self._router_weight:
@@ -271,12 +272,10 @@ class FineTuner(Trainer):
         """Generate the answers of one evaluation, and return their metrics; by default there are none."""
         return {}
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """As `Trainer.log`; the reports of a run also have the means."""
-        if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
-            figures = self._derived(self._figures.read(training=True))
-            logs.update({name: value for name, value in figures.items() if name[0] != "_"})
-        super().log(logs, start_time)
+    def reported_figures(self) -> dict[str, float]:
+        """Return the means over the batches since the last report. Collective."""
+        figures = self._derived(self._figures.read(training=True))
+        return {name: value for name, value in figures.items() if name[0] != "_"}
 
     def create_model_card(  # type: ignore[override]  # the order is TRL's
         self,

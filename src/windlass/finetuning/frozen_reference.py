@@ -76,6 +76,7 @@ class WithoutAdapter(Reference):
     @contextlib.contextmanager
     def _model(self, trained: nn.Module) -> Iterator[nn.Module]:
         adapted = self._adapted
+        # A script may have loaded its reference under that name, where TRL looks for it too.
         if REFERENCE_ADAPTER not in adapted.peft_config:
             with adapted.disable_adapter():
                 yield trained
@@ -255,6 +256,7 @@ class ReferencePass:
     def _computed(self, rows: PairRows, width: int) -> NDArray[np.float64]:
         """Of each answer and row. Rows of one length are computed together; all ranks make as many forwards."""
         lengths = rows.lengths
+        # The longest first: memory that does not suffice ends the computation at once, and not hours later.
         order = np.argsort(-(lengths[:, 0] + lengths[:, 1:].max(axis=1)), kind="stable")
         size, data = self.batch_size, self.all_ranks.over("data")
         is_first = self.all_ranks.over("model").rank == 0
@@ -262,9 +264,10 @@ class ReferencePass:
         for start in range(0, len(order), size * data.size):
             group = order[start : start + size * data.size]
             mine = group[data.rank :: data.size]
+            # Repeated to a whole batch: a rank without rows makes the forward that the others of a sharded model need.
             filled = np.resize(mine if len(mine) else group[:1], size)
             sums = self.compute(self.collator([rows[int(at)] for at in filled])).double().reshape(width, size)
-            if is_first:
+            if is_first:  # ranks that share a batch have the same sums, which are added up below
                 found[:, mine] = sums[:, : len(mine)].cpu().numpy()
         return self.all_ranks.sum(torch.from_numpy(found)).numpy()
 
@@ -304,8 +307,6 @@ def _key_of(key: str, rows: PairRows) -> str:
 
 def _read(path: Path, shape: tuple[int, int]) -> NDArray[np.float64] | None:
     """The numbers of a file; None if it is missing or damaged."""
-    if not path.exists():
-        return None
     try:
         content = Files().read(path, _MOST)
     except (CheckpointError, OSError):

@@ -159,6 +159,7 @@ class KTOTrainer(ReferenceTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self.loss_is_scaled_for_ga = False  # a mean over the answers of a batch
         self._begin_reports(_MEANS)
         self._begin_reference(own_collator=data_collator is not None)
 
@@ -188,6 +189,7 @@ class KTOTrainer(ReferenceTrainer):
         added.
         """
         answers = {name: value for name, value in inputs.items() if not name.startswith(MISMATCHED)}
+        # First, because its forward has no graph: the activations of the one below would be in memory meanwhile.
         divergence = self._divergence(model, inputs)
         reference = answers.get("ref_logps")
         if reference is None:
@@ -226,6 +228,7 @@ class KTOTrainer(ReferenceTrainer):
                 # Rows that are repeated because other ranks have more would count twice.
                 own_weight = 0.0 if self._services.loss.normaliser.filler else 1.0
                 sums = self.accelerator.reduce(sums * own_weight, "sum")
+            # The estimate of few samples may be negative, which a divergence never is.
             return (sums[0] / sums[1]).clamp(min=0)
 
     def _derived(self, figures: dict[str, float]) -> dict[str, float]:

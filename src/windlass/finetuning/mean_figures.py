@@ -118,7 +118,7 @@ class MeanFigures:
                 update: the first one is also run for measurements before.
         """
         if training and not self._in_update:
-            return
+            return  # a measurement, or a warm-up
         rows = [
             torch.stack([sums[name][at].detach().to(self._dtype) for name in self.names]) for at in (0, 1)
         ]
@@ -133,6 +133,7 @@ class MeanFigures:
         """The means over all ranks since the last call, and `num_tokens`, those of the whole run. Collective. A mean
         without weight is left out; an empty dict if no batch was added on any rank.
         """
+        # One collective for all of them. Float64 counts tokens exactly up to 2 ** 53.
         own = torch.cat([self._sums[training].flatten(), self._tokens[None].to(self._dtype)])
         *values, tokens = self._sum_over_ranks(own if self._counts else torch.zeros_like(own)).tolist()
         extremes = self._extremes.read(self._kept[training])
@@ -150,6 +151,7 @@ class MeanFigures:
         self._sums[training], self._kept[training] = self._zeros(), self._extremes.empty()
 
     def state_dict(self) -> State:
+        # JSON has no infinity.
         extremes = [None if math.isinf(value) else value for value in self._kept[True].tolist()]
         # Ranks that add the same figures save them once: a run on another number of ranks adds up what is saved.
         sums, tokens = (
@@ -162,16 +164,10 @@ class MeanFigures:
         self._tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=self._device)
 
     def _read(self, state: State) -> Tensor:
-        values = state["sums"]
-        if "extremes" not in state:  # written before extremes were: the figures of an SFTTrainer
-            entropy, correct, targets, auxiliary, batches = values
-            values = [entropy, correct, auxiliary, targets, targets, batches]
-            if len(self.names) == 2:  # without experts
-                values = [entropy, correct, targets, targets]
-        return torch.tensor(values, dtype=self._dtype, device=self._device).view(2, -1)
+        return torch.tensor(state["sums"], dtype=self._dtype, device=self._device).view(2, -1)
 
     def _read_extremes(self, state: State) -> Tensor:
-        values = [-math.inf if value is None else value for value in state.get("extremes", ())]
+        values = [-math.inf if value is None else value for value in state["extremes"]]
         return torch.tensor(values, dtype=self._dtype, device=self._device)
 
     def adopt(self, states: list[State]) -> None:

@@ -102,6 +102,7 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
     if is_quantized(model):
         prepare_quantized(model)
     every_layer = getattr(peft_config, "target_modules", None) == "all-linear"  # peft replaces it by names
+    # As the script gave it, for a second adapter with the experts: peft writes its own findings into what it gets.
     given = copy.deepcopy(peft_config)
     adapted = _adapted(model, peft_config)
     return _reach_experts(adapted, given) if every_layer else adapted
@@ -151,7 +152,7 @@ def prepare_quantized(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.ndim == 1 and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.to(torch.float32)
+            parameter.data = parameter.data.to(torch.float32)  # ties refer to this parameter
 
 
 def let_gradients_in(model: nn.Module) -> None:

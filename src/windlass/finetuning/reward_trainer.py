@@ -90,6 +90,7 @@ class RewardTrainer(FineTuner):
         )
         self._begin_reports(("mean_reward", "accuracy", "margin"), extremes=("min_reward", "max_reward"))
         self.can_return_loss, self.label_names = True, []
+        self.loss_is_scaled_for_ga = False  # a mean over the pairs of a batch
 
     @classmethod
     def preparation(cls, args: RewardConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:

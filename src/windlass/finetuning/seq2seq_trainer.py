@@ -213,6 +213,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _pad(self, ids: Tensor, width: int) -> Tensor:
         missing = width - ids.shape[-1]
+        # Asked for only where it is needed: a model without such a token may generate texts of one length.
         return ids if missing <= 0 else nn.functional.pad(ids, (0, missing), value=self._pad_token())
 
     def _pad_token(self) -> int:

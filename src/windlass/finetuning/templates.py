@@ -78,6 +78,7 @@ def clone_chat_template(
     for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         if config is not None:
             config.eos_token_id = tokenizer.eos_token_id
+    # To a multiple of 64 by default, because matrix products of other sizes are slow on tensor cores.
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
     rows = model.get_input_embeddings().weight.shape[0]
     names = (f"<extra_id_{number}>" for number in count())

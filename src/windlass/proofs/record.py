@@ -1,4 +1,4 @@
-"""The record of proofs: what a layout was compared for, and what came of it. Runs look up their own layout here.
+"""The record of proofs: what a layout was compared for, and what came of it. Runs look up their layout here.
 
 One file for each proof, in the folder `proofs` of Windlass's own files of the user.
 """

@@ -89,7 +89,7 @@ class AxisLayout:
 
     @property
     def data_ranks(self) -> int:
-        """How many of them have samples of their own."""
+        """How many of them have different samples."""
         return self.along(*_WITH_OWN_SAMPLES)
 
     def reduced(self) -> AxisLayout:

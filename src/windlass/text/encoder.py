@@ -60,7 +60,7 @@ class RowEncoder:
 
     def __init__(self, tokenizer: Any, options: Any, form: Form, example: Row) -> None:
         self._tokenizer, self._form = tokenizer, form
-        self._words = WordTokens(tokenizer)
+        self._words, self._has_warned = WordTokens(tokenizer), False
         # the function has been applied, and one of a script cannot be sent to another process
         self._options = replace(options, formatting_func=None)
         first = self._standard(example, 0)
@@ -68,6 +68,7 @@ class RowEncoder:
         self._chats = is_conversational_row(first)
         self._completion_only = self._wants_completion(first)
         self._check_masks(first)
+        self._columns_of_first = frozenset(first)
         self._template = self._chat_template(first) if self._chats else None
         is_plain = not self._chats and self._kind != "tokens"
         self._eos = self._end_token() if is_plain else ""
@@ -157,6 +158,10 @@ class RowEncoder:
             names = ["assistant_masks"]
             if self._options.completion_only_loss is not False:
                 names.append("completion_mask")
+            for name in ("labels", *names):
+                if name in self._columns_of_first and name not in row:
+                    fix = "without it all of its tokens would be trained on"
+                    raise RowError(number, f"{name} is missing or null, and the first row has it: {fix}")
             masks = [row[name] for name in names if name in row]
             labels = [i if all(bits) else IGNORED for i, *bits in zip(ids, *masks, strict=True)]
             if "assistant_masks" in row and not any(row["assistant_masks"]):
@@ -274,20 +279,23 @@ class RowEncoder:
 
     def _start(self, prompt: list[int], whole: list[int]) -> int:
         """Where the completion begins: the length of the longest common prefix of the two sequences of ids."""
-        if prompt == whole[: len(prompt)]:
-            return len(prompt)
-        length = next(
-            at
-            for at, (one, other) in enumerate(zip([*prompt, -1], [*whole, -2], strict=False))
-            if one != other
-        )
-        warn_once(
-            _logger,
-            "the tokens of a prompt alone are not the first tokens of prompt and completion together, so the loss "
-            f"begins where they differ; at inference the prompt ends with {self._tokenizer.decode(prompt[length:])!r}. "
-            "End prompts at a token border, or use a chat template that renders a prompt equally in both cases.",
-        )
+        length = common_length(prompt, whole)
+        if length < len(prompt):
+            self._warn_of_border(
+                "the tokens of a prompt alone are not the first tokens of prompt and completion together, so the loss "
+                "begins where they differ; at inference the prompt ends with %r. End prompts at a token border, or use "
+                "a chat template that renders a prompt equally in both cases. (Further such rows have no message.)",
+                prompt[length:],
+            )
         return length
+
+    def _warn_of_border(self, message: str, lost: list[int]) -> None:
+        """Warn of a prompt whose last tokens, `lost`, are not in the whole text. Many rows may have such prompts, each
+        with another end, so the message is not what is remembered.
+        """
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(message, self._tokenizer.decode(lost))
 
     # -- length ------------------------------------------------------------------------------------------------------
 
@@ -340,6 +348,15 @@ def added_around(tokenizer: Any, end: str) -> tuple[str, bool]:
     bos = str(tokenizer.bos_token or "")
     begins = bool(bos) and ids[:1] == [tokenizer.convert_tokens_to_ids(bos)]
     return bos if begins else "", bool(end) and ids[-1:] == [tokenizer.convert_tokens_to_ids(end)]
+
+
+def common_length(first: list[int], second: list[int]) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    if second[: len(first)] == first:  # nearly always, and one comparison in C
+        return len(first)
+    return next(
+        (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), len(second)
+    )
 
 
 def token_ranges(offsets: Sequence[tuple[int, int]], spans: Spans) -> Spans:

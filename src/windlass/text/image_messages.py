@@ -143,7 +143,7 @@ def _has_content(part: Mapping[str, Any]) -> bool:
 
 
 def _copied(message: Mapping[str, Any]) -> Message:
-    """A message with parts of its own, without the nulls that tables put into them. What tools return is left."""
+    """A copy of a message and of its parts, without the nulls that tables put into them. What tools return is left."""
     content = message.get("content")
     if not isinstance(content, list) or message.get("role") == "tool":
         return dict(message)

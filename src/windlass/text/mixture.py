@@ -21,7 +21,7 @@ class DatasetMixture:
     """A map-style dataset that mixes others: sample i of an epoch is a pure function of the seed, the epoch and i.
 
     So a resumed run reads what an uninterrupted one reads, in any number of processes, and nothing has to be saved.
-    Each source has a seed of its own: its rows come in the same order whatever it is mixed with. An epoch has as many
+    Each source has a separate seed: its rows come in the same order whatever it is mixed with. An epoch has as many
     rows of a source as its share, and they continue where the epoch before ended; a source is read again, in another
     order, once all its rows were used.
 

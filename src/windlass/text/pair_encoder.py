@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_logger
 from windlass.core.types import IGNORED
-from windlass.text.encoder import EncodedRows, RowEncoder
+from windlass.text.encoder import EncodedRows, RowEncoder, common_length
 from windlass.text.forms import Form, Row, RowError
 from windlass.text.summary import TextSummary
 from windlass.text.text_options import TextOptions
@@ -204,12 +204,17 @@ class PairEncoder(RowEncoder):
 
     def _keep(self, found: EncodedRows, alone: list[int], answers: list[list[int]], number: int) -> None:
         # Up to where the prompt alone and every answer agree: all answers of a row get the same prompt.
-        shared = min(_common(alone, answer) for answer in answers)
+        shared = min(common_length(alone, answer) for answer in answers)
         if self._whole:
             # of each answer something is left, so that no document of the row is empty
             shared = min(shared, *(len(answer) - 1 for answer in answers))
         elif shared < len(alone):
-            self._warn_of_cut(alone[shared:])
+            self._warn_of_border(
+                "the tokens of a prompt are not what the prompt with its answer begins with: the answer starts where "
+                "they differ, and %r at the end of the prompt is left out. Use a chat template that renders a prompt "
+                "alike in both cases, or end prompts where a token ends. (Further such rows have no message.)",
+                alone[shared:],
+            )
         if any(len(answer) <= shared for answer in answers):
             raise RowError(number, "an answer has no tokens after its prompt; remove the row")
         rest = [answer[shared:] for answer in answers]
@@ -217,15 +222,6 @@ class PairEncoder(RowEncoder):
         found.input_ids.append([*prompt, *(token for answer in rest for token in answer)])
         found.labels.append([*([IGNORED] * shared), *(token for answer in rest for token in answer)])
         found.documents.append([shared, *map(len, rest)])
-
-    def _warn_of_cut(self, lost: list[int]) -> None:
-        warn_once(
-            _logger,
-            "the tokens of a prompt are not what the prompt with its answer begins with: the answer starts where they "
-            f"differ, and {self._tokenizer.decode(lost)!r} at the end of the prompt is left out. Use a chat template "
-            "that renders a prompt alike in both cases, or end prompts where a token ends. (Further rows may be cut "
-            "without a message.)",
-        )
 
 
 def split_prompt(prompt: Any, answers: list[Any], number: int) -> tuple[Any, list[Any]]:
@@ -263,13 +259,3 @@ def _shared_prompt(answers: list[Any], number: int) -> tuple[Any, list[Any]]:
             "or as a column",
         )
     return chosen[:shared], [answer[shared:] for answer in answers]
-
-
-def _common(first: list[int], second: list[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    if second[: len(first)] == first:
-        return len(first)
-    return next(
-        (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
-        min(len(first), len(second)),
-    )

@@ -110,7 +110,7 @@ def _prepared(
     key = None if cache is None else content_key(plain, tokenizer, options.of_tokens())
 
     def tokens() -> Prepared:
-        # Tokens and packed rows have entries of their own: another packing of the same text tokenizes nothing.
+        # Tokens and packed rows have separate entries: another packing of the same text tokenizes nothing.
         return kept(cache, key, lambda: _encoded(plain, encoder, _workers(len(plain), options), progress))
 
     if options.packing is None:

@@ -42,7 +42,7 @@ _CLASSES = {
     r"\p{N}": "[0-9]",
 }
 _PLAIN = re.compile(r"[\t\n\r -~]+").fullmatch  # in which `re` and the tokenizers find the same white space
-# What `tokenizer(texts)` calls, and where transformers defines it; some tokenizers have their own.
+# What `tokenizer(texts)` calls, and where transformers defines it; some tokenizers override it.
 _CALLED = ("_encode_plus", "_batch_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding")
 _LIBRARY = frozenset(f"transformers.tokenization_utils_{name}" for name in ("base", "fast", "tokenizers"))
 _JOINED_SPACE, _CUT, _SPACE_WITHIN = re.compile(r"\s "), re.compile(r"(?<=\S)(?= )"), re.compile(r"\S ")

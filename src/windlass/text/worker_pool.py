@@ -29,7 +29,7 @@ if sys.platform == "linux":
 
 # Rows tokenized at once: enough for the threads of a fast tokenizer, few enough for the processor's cache.
 BATCH = 256
-# Bytes of a pipe: a worker goes on while this process is busy with a batch of its own. Linux gives no more to users.
+# Bytes of a pipe: a worker goes on while this process is busy with another batch. Linux gives no more to users.
 _PIPE = 1 << 20
 _logger = get_logger(__name__)
 
@@ -251,7 +251,7 @@ def _enlarge(stream: Any) -> None:
 
 
 def _connection(stream: Any, *, writes: bool) -> Connection:
-    """A connection with a descriptor of its own; the stream is closed."""
+    """A connection with a new descriptor; the stream is closed."""
     descriptor = os.dup(stream.fileno())
     stream.close()
     return Connection(descriptor, readable=not writes, writable=writes)

@@ -144,6 +144,7 @@ class DueWork:
     def _log(self) -> None:
         logs = self._reports.progress()
         if logs:
+            logs.update(self._hooks.reported_figures())
             self._hooks.log(logs, self._started)
             self._clock.row = {}
 

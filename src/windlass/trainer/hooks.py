@@ -195,6 +195,10 @@ class TrainHooks:
         self._trainer.create_optimizer_and_scheduler(num_training_steps=steps)
         return self._trainer.optimizer, self._trainer.lr_scheduler
 
+    def reported_figures(self) -> dict[str, float]:
+        """What a report of the run has beside its losses. Collective."""
+        return self._trainer.reported_figures()
+
     def log(self, logs: dict[str, Any], started: Moment | None) -> None:
         """Report `logs` of a training that began at `started`."""
         if self._log_takes_start and started is not None:

@@ -176,7 +176,7 @@ class LossPolicy:
 
     def count(self, of_update: float) -> Tensor:
         """The count that the hooks get for the micro-batch that the normaliser's scope is."""
-        return self.script.count(of_update, self.normaliser.targets, self._device)
+        return self.script.count(of_update, self.normaliser.targets, self._device, note=self.is_unreported)
 
     def _look(self, loss: Tensor | LossTerms) -> None:
         """Look at the loss that a script passes to backward, before it is normalised; see `ScriptLoss.look`."""
@@ -437,15 +437,19 @@ class LossPolicy:
         self.is_unreported = False
         if self.script.complete is not False or self.script.shares == 1 or self._data_ranks.rank != 0:
             return
-        if any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions(hooks)):
+        asked = any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions(hooks))
+        # Most scripts take the count because transformers passes it, and have a label for each row: then the weights
+        # are those of a mean over rows, whatever the loss is.
+        if asked and (self.script.read_count or self.normaliser.weighs_rows):
             logger.info(
                 "the loss of each micro-batch is weighted by its share of the update's targets, and "
                 "`num_items_in_batch` is the count of the micro-batch"
             )
             return
+        unread = "does not read `num_items_in_batch`, and " if asked else ""
         warn_once(
             logger,
-            "the loss is a plain mean over each micro-batch: weighting it by the micro-batch's target count, which is "
-            "exact for an unweighted mean over labels that are not -100. For anything else return "
-            "LossTerms(sum, weight), or accept `num_items_in_batch` and divide by it",
+            f"the loss {unread}is taken as a plain mean over each micro-batch: weighting it by the micro-batch's "
+            "target count, which is exact for an unweighted mean over labels that are not -100. For anything else, "
+            "such as a sum, return LossTerms(sum, weight), or accept `num_items_in_batch` and divide by it",
         )

@@ -173,6 +173,7 @@ class RunTraining(LoopHooks):
         self._executor.strategy.share_buffers()  # one model is left
         self._run.checkpoints.saver.memory.free()
         state = self._events.state
+        metrics.update(self._hooks.reported_figures())
         self._hooks.log(metrics, None)
         self._reports.end(
             "finished" if state.global_step >= state.max_steps else "stopped", self._run.trained()

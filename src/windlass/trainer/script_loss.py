@@ -101,17 +101,23 @@ class ScriptLoss:
         self._use: CountUse | None = None
         self._noted: NotedCount | None = None
 
-    def count(self, of_update: float, own: float, device: torch.device) -> Tensor:
-        """The count that the loss of a micro-batch with `own` targets gets: at least 1, because it is a divisor."""
+    def count(self, of_update: float, own: float, device: torch.device, note: bool = False) -> Tensor:
+        """The count that the loss of a micro-batch with `own` targets gets: at least 1, because it is a divisor.
+
+        Args:
+            note: have `read_count` tell about this call in any case.
+        """
         counts_own = self.complete is False
         count = as_count((own or 1.0) if counts_own else of_update, device)
-        notes = self._notes and (self.complete is None or (counts_own and not own))
+        notes = self._notes and (note or self.complete is None or (counts_own and not own))
         self._noted = NotedCount.of(count) if notes else None
         return count if self._noted is None else self._noted
 
     @property
     def read_count(self) -> bool:
-        """The call under way has read its count; known for calls that decide, and for micro-batches without targets."""
+        """The call under way has read its count; known for calls that decide or are noted, and for micro-batches
+        without targets.
+        """
         return self._is_given_count if self._noted is None else self._noted.was_read
 
     @property

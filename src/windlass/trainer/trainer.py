@@ -964,6 +964,12 @@ class Trainer:
         reports.complete_logs(logs, self.state, count_tokens, start_time, first_tokens)
         self._services.events.add_log(logs)
 
+    def reported_figures(self) -> dict[str, float]:
+        """Return what a report of the run has beside its losses; override it. Empty by default. Every rank calls it, so
+        that it may be collective; `log` is also called on single ranks, by scripts.
+        """
+        return {}
+
     def data_facts(self) -> dict[str, Any]:
         """Return names and values that the report of a run shows of its data; override it. Empty by default."""
         return {}

@@ -30,7 +30,7 @@ class AimTracker(PackageTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """In the repository of the output folder, an experiment of the project; a resumed run continues its own."""
+        """In the repository of the output folder, an experiment of the project; a resumed run is continued."""
         name = facts.name or facts.folder.name
         return cls(name, facts.folder, run_hash=facts.run_id, experiment=facts.project)
 

@@ -31,7 +31,7 @@ class ClearMLTracker(PackageTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """A resumed run continues its own task, unless that was recorded offline."""
+        """A resumed run continues its task, unless that was recorded offline."""
         task = {"task_name": os.environ.get("CLEARML_TASK") or facts.name or facts.folder.name}
         resumable = facts.run_id is not None and not facts.run_id.startswith(_OFFLINE)
         identity = {"continue_last_task": facts.run_id} if resumable else {}
@@ -107,6 +107,6 @@ class ClearMLTracker(PackageTracker):
 
 
 def _chart_and_curve(name: str) -> tuple[str, str]:
-    """`eval_loss` -> ("loss", "eval"); a name without the prefix of a split is a curve of its own name."""
+    """`eval_loss` -> ("loss", "eval"); a name without the prefix of a split is a curve of that name."""
     split, _, rest = name.partition("_")
     return (rest, split) if split in _SPLITS and rest else (name, name)

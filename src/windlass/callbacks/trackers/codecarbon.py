@@ -28,7 +28,7 @@ class CodeCarbonTracker(PackageTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """With the file in the output folder. A resumed run adds a row of its own."""
+        """With the file in the output folder. A resumed run adds another row."""
         return cls(facts.project, output_dir=str(facts.folder), experiment_name=facts.name)
 
     @property

@@ -25,7 +25,7 @@ class CometMLTracker(PackageTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """In project `$COMET_PROJECT_NAME`, or that of the arguments; a resumed run continues its own experiment if
+        """In project `$COMET_PROJECT_NAME`, or that of the arguments; a resumed run continues its experiment if
         there is a connection.
         """
         project = os.environ.get("COMET_PROJECT_NAME") or facts.project

@@ -59,7 +59,7 @@ class MLflowTracker(PackageTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """In the experiment named as the project; a resumed run continues its own."""
+        """In the experiment named as the project; a resumed run is continued."""
         return cls(facts.project, run_id=facts.run_id, run_name=facts.name)
 
     @on_main_process

@@ -32,7 +32,7 @@ class NeptuneTracker(PackageTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """A resumed run continues its own, unless that was recorded without a connection."""
+        """A resumed run is continued, unless it was recorded without a connection."""
         project = os.environ.get(cls.project_variable) or facts.project
         known = {"name": facts.name} if facts.run_id is None else {"with_id": facts.run_id}
         return cls(project, **known)
@@ -57,7 +57,7 @@ class NeptuneTracker(PackageTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and text, and warn of other values, once each. Neptune stores no number that is not finite: it is
-        sent as text, under a name of their own.
+        sent as text, under another name.
         """
         numbers, others = split_numbers(values)
         for name, value in numbers.items():

@@ -16,7 +16,7 @@ class TrackioTracker(PackageTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """In the project, and the space or bucket of the arguments; a resumed run continues its own."""
+        """In the project, and the space or bucket of the arguments; a resumed run is continued."""
         places = {
             "space_id": facts.options.get("trackio_space_id"),
             "bucket_id": facts.options.get("trackio_bucket_id"),

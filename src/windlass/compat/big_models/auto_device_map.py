@@ -228,6 +228,7 @@ class _Filling:
         if item.with_ties <= free:
             self._put(item)
             return
+        # First what is tied to it: the module itself fits, and only together with the others it does not.
         split = bool(item.tied) and item.size <= free and self._split_a_tied_one(item)
         split = split or (item.size >= free and self._split(item))
         if not split and not self._find_smaller(item):

@@ -221,7 +221,7 @@ class _Loading:
         for name, stored in [*((name, name) for name in tensors.names), *tensors.aliases.items()]:
             if name not in self._targets:
                 self._unexpected.append(name)
-            elif name not in self._loaded:
+            elif name not in self._loaded:  # its twin may have loaded it
                 self._put(tensors, name, stored)
             elif name not in self._sources:
                 self._check_twin(tensors, name, stored)

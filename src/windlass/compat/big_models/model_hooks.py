@@ -96,6 +96,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """
     old_hook: Any = vars(module).get("_hf_hook")
     if append and old_hook is not None:
+        # Detached first, so that its weights are where they were: `init_hook` of both runs again on the module.
         remove_hook_from_module(module)
         hook = SequentialHook(old_hook, hook)
     old_forward = vars(module).get("_old_forward", module.forward)
