@@ -88,6 +88,7 @@ def notebook_launcher(
         with _in_environment(settings):
             function(*args)
         return
+    # Without a device the processes compute on the cores themselves, which they share.
     threads = torch.get_num_threads() if visible_devices() else 1
     endpoint = rdzv_endpoint or f"{master_addr}:{use_port}"
     meeting = _meeting(num_nodes, node_rank, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id)

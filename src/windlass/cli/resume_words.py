@@ -83,6 +83,7 @@ def resume_recorded(
         start = launcher
     else:
         sizes = process.get("machines"), process.get("processes_per_machine")
+        # Of a record that may be damaged; `isinstance` would take True for 1.
         machines, processes = (value if type(value) is int else 1 for value in sizes)
         if machines * processes > 1:
             start = [*torchrun(machines, processes), *(["-m", "windlass"] if is_command else [script])]

@@ -40,6 +40,7 @@ class Writer:
         hide_loading_bars()
         dtype = "auto" if options.dtype is None else getattr(torch, DTYPES[options.dtype])
         self._model, self.tokenizer = open_trained(name, options.base, dtype)
+        # After the model is loaded: loading may draw numbers, such as those of weights that its file lacks.
         if options.seed is not None:
             torch.manual_seed(options.seed)
 

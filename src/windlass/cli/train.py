@@ -58,6 +58,7 @@ def train_by_recipe(options: argparse.Namespace, arguments: Sequence[str]) -> in
         if options.json and world_from_environment().is_main:
             say_json(found)
         return 0
+    # The flag before the key: it is what the user typed now.
     resume = options.resume or args.resume_from_checkpoint or None
     try:
         return _train(recipe, args, resume, arguments)
@@ -218,6 +219,7 @@ def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:
     if not has_data:
         return {}
     state = trainer.state
+    # With the best weights loaded at the end, the last evaluation was of other weights.
     rows = [row for row in state.log_history if "eval_loss" in row]
     if rows and rows[-1]["step"] == state.global_step and not trainer.args.load_best_model_at_end:
         return dict(rows[-1])

@@ -209,6 +209,7 @@ def _problem(settings: HubSettings, error: HubError, *, in_branch: bool) -> Prob
     ways = {401: "Log in with `hf auth login`, or set HF_TOKEN", 403: "Give a token that may write there"}
     if error.status in ways:
         return Problem("hub_token", HIDDEN if settings.token else None, f"{error}. {ways[error.status]}")
+    # Not refused: with the same settings the run may start later, or elsewhere.
     if error.passing:
         where = "Without a network" if error.status is None else "If the Hub stays in trouble"
         fix = f"{error}. {where} set push_to_hub=False, and upload later with `windlass checkpoint push`"

@@ -24,6 +24,7 @@ from windlass.core.optional import require
 from windlass.dist.listening import free_port
 from windlass.dist.variables import environment_of
 
+# What each process of a trial needs, imported once before all of them are forked: it takes seconds.
 _PRELOADED = (
     "windlass.cli.proving.proving_rank",
     "windlass.trainer.preparation",
