@@ -112,6 +112,14 @@ def test_offloaded_whole_and_back(how: Any, offload_buffers: bool, tmp_path: Pat
     assert all(param.requires_grad for param in model.parameters())
 
 
+def test_two_views_of_one_memory_are_offloaded_apart() -> None:
+    layer = nn.Linear(3, 3, bias=False)
+    layer.register_buffer("turned", layer.weight.data.t())
+    expected = layer.turned.clone()
+    cpu_offload(layer, "cpu", offload_buffers=True)
+    assert torch.equal(get_state_dict_offloaded_model(layer)["turned"], expected)
+
+
 @pytest.mark.parametrize("places", MAPS)
 @pytest.mark.parametrize("offload_buffers", [False, True])
 def test_dispatched_outputs_are_those_of_the_whole_model(

@@ -52,6 +52,13 @@ class Choices:
 
 
 @dataclass
+class Mixed:
+    size: int | str = "8"
+    share: str | float = 0.5
+    either: int | str | None = None
+
+
+@dataclass
 class Lists:
     numbers: list[int] = field(default_factory=lambda: [1, 2])
     words: list[str] = field(default_factory=list)
@@ -295,3 +302,14 @@ def test_a_union_that_one_flag_cannot_tell_apart_is_refused() -> None:
     made = dataclasses.make_dataclass("Made", [("x", int | float, 1)])
     with pytest.raises(ValueError, match="one type"):
         HfArgumentParser(made)
+
+
+@pytest.mark.parametrize("words", [[], ["--size", "9", "--share", "1"], ["--either", "3"]])
+def test_numbers_that_may_be_text_are_numbers(words: list[str]) -> None:
+    from transformers import HfArgumentParser as Theirs
+
+    found, wanted = (
+        repr(kind(Mixed).parse_args_into_dataclasses(words)[0]) for kind in (HfArgumentParser, Theirs)
+    )
+    assert found == wanted
+    assert HfArgumentParser(Mixed).parse_args_into_dataclasses(["--size", "large"])[0].size == "large"

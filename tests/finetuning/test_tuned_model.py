@@ -11,10 +11,10 @@ from tests.finetuning.test_peft_adapters import lora
 from tests.trainer.preference_trainer import PreferenceTrainer, accuracy
 
 from windlass import default_data_collator
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, ModelError
 from windlass.finetuning.tuned_model import open_tuned_model
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 
 def test_preferences_are_trained_with_an_adapter_on_a_loaded_model(tmp_path: Path) -> None:
@@ -48,3 +48,9 @@ def test_a_model_that_is_divided_is_not_spread_over_devices(tmp_path: Path) -> N
             open_tuned_model(name, args)
     args = small.arguments(tmp_path, fsdp="full_shard", model_init_kwargs={"device_map": {"": "cpu"}})
     assert open_tuned_model(name, args).model.device.type == "cpu"
+
+
+def test_a_folder_of_an_adapter_is_not_a_model(tmp_path: Path) -> None:
+    peft.get_peft_model(small.model(), lora()).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"holds an adapter, and no model: .*is_trainable=True"):
+        open_tuned_model(str(tmp_path), small.arguments(tmp_path / "run"))

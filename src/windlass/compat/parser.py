@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,13 @@ def make_choice_type_function(choices: Sequence[Any]) -> Callable[[str], Any]:
 def _bool_or_text(text: str) -> bool | str:
     """Read a field of bool or text: only `true` and `false` are bools, so that a path named `1` stays a path."""
     return text.lower() == "true" if text.lower() in ("true", "false") else text
+
+
+def _number_or_text(kind: type[int | float], text: str) -> float | str:
+    try:
+        return kind(text)
+    except ValueError:
+        return text
 
 
 class _OneOrMany(argparse.Action):
@@ -102,6 +110,9 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return {"nargs": "+", "type": (get_args(lists[0]) or (str,))[0]}
     if bool in kinds and str in kinds:
         return {"type": _bool_or_text, "nargs": "?", "const": True}
+    if str in kinds and words in ([int], [float]) and type(None) not in members(hint):
+        # transformers reads such a field as a number alone; scripts compute with it.
+        return {"type": functools.partial(_number_or_text, words[0])}
     if str in kinds or Any in kinds:
         return {"type": str}
     if len(kinds) != 1:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.core.activity import looking_for
 from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -63,6 +65,12 @@ def open_model(
     if not isinstance(model, str):
         fix = "give a model, its name or folder, or a config of transformers"
         raise ConfigError(Problem("model", type(model).__name__, fix))
+    if (Path(model) / ADAPTER_CONFIG).is_file() and not (Path(model) / "config.json").is_file():
+        raise ModelError(
+            f"{model} holds an adapter, and no model: put it on its base, peft.PeftModel.from_pretrained(base, "
+            f"{model!r}, is_trainable=True), and pass that; or merge it first: windlass checkpoint export {model} "
+            "MERGED --merge"
+        )
     return load_model(model, load_options(args, quantization_config), empty, labels)
 
 

@@ -143,11 +143,13 @@ def cpu_offload(
 
 def _on_host(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that have data, on the host; tied ones are copied once."""
-    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    copies: dict[Any, Tensor] = {}
     host = {}
     for name, tensor in state_dict.items():
         if not tensor.is_meta:
-            host[name] = copies.setdefault((tensor.data_ptr(), tensor.shape), tensor.to("cpu"))
+            # Another view of the same memory, as a transposed one, has other values.
+            seen = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            host[name] = copies.setdefault(seen, tensor.to("cpu"))
     return host
 
 
