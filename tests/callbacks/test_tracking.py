@@ -13,6 +13,7 @@ from tests.trainer.small import Net, arguments, bert, rows, token_rows
 from windlass import Trainer, read_metrics
 from windlass.callbacks import tracking
 from windlass.callbacks.tracking import TrackingCallback, sent_values
+from windlass.core.events import TrainerControl, TrainerState
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,35 @@ def test_a_tracker_that_fails_does_not_stop_training(
     warnings = [r.message for r in log_lines.records if "is dead" in r.message]
     assert len(warnings) == 1
     assert "notes received no metrics; training continues" in warnings[0]
+
+
+def test_a_tracker_that_takes_long_to_fail_is_left_alone_for_a_while(tmp_path: Path) -> None:
+    """MLflow tries for minutes to reach a server that is down; each report would wait for that."""
+    now = [0.0]
+
+    class Slow(Recorder):
+        down = True
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            super().log(values, step)
+            if self.down:
+                now[0] += 60.0
+                raise ConnectionError("no answer")
+
+    tracker = Slow()
+    callback = TrackingCallback(tracker, clock=lambda: now[0])
+    args, state = arguments(tmp_path), TrainerState(max_steps=9)
+    callback.on_train_begin(args, state, TrainerControl())
+    for step in range(1, 5):  # the first takes until 60 s; 600 s later is the third
+        state.global_step = step
+        callback.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
+        now[0] += 300.0
+    assert [item[0] for item in logged(tracker)] == [1, 3]
+    tracker.down, now[0] = False, 2000.0
+    for step in (5, 6):
+        state.global_step = step
+        callback.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
+    assert [item[0] for item in logged(tracker)] == [1, 3, 5, 6]
 
 
 def test_a_tracker_that_cannot_start_stops_before_training(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from tests.text.tokenizers import byte_tokenizer
 
+from windlass.core.errors import DataError
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.text.pair_encoder import PairOptions
 from windlass.text.prepare_pairs import prepare_pairs, within
@@ -30,6 +32,26 @@ def test_an_empty_answer_is_its_end_token() -> None:
         found = prepare_pairs([row], tokenizer, options)[0]
         assert found["completion_ids"] == [plain.eos_token_id]
         assert plain.decode(found["prompt_ids"]) == "Say nothing."
+
+
+def test_a_label_is_true_or_false() -> None:
+    rows = [{"prompt": "a", "completion": " b", "label": label} for label in (True, False, 1, 0.0, -1)]
+    options = PairOptions(answers=("completion",))
+    with pytest.raises(
+        DataError, match=r"row 4: column 'label' holds -1, and must be true \(1\) or false \(0\)"
+    ):
+        prepare_pairs(rows, byte_tokenizer(), options, numbers=("label",))
+    found = prepare_pairs(rows[:4], byte_tokenizer(), options, numbers=("label",))
+    assert [bool(label) for label in found["label"]] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("margin", [math.nan, -math.inf])
+def test_numbers_that_are_not_finite_are_refused(margin: float) -> None:
+    rows = [{**ROWS[0], "margin": 1}, {**ROWS[1], "margin": margin}]
+    with pytest.raises(
+        DataError, match=f"row 1: column 'margin' holds {margin}, which is not a finite number"
+    ):
+        prepare_pairs(rows, byte_tokenizer(), PairOptions(), numbers=("margin",))
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])

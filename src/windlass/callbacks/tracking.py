@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from windlass.callbacks.rows import Row, RowCallback, measured, revived
@@ -17,6 +19,9 @@ from windlass.core.redact import redact_value, redacted_argv
 from windlass.core.types import State
 
 logger = get_logger(__name__)
+_PAUSE = (
+    10  # times the duration of a failure: a tracker without a connection takes a tenth of the time at most
+)
 _OPTIONS = ("trackio_space_id", "trackio_bucket_id")
 # The packages have one open run per process, so a run that starts ends that of an earlier Trainer.
 _open: dict[str, list[GeneralTracker]] = {}
@@ -28,22 +33,30 @@ class TrackingCallback(RowCallback):
     Runs are opened when training begins, or with the first metrics before it, and stay open afterwards for later
     evaluations and calls of the script; the packages close them when the process ends. A resumed run continues the run
     of its checkpoint if the tracker can. It is an error if a tracker cannot be started; later failures are warned of
-    and do not stop training.
+    and do not stop training. A tracker that failed gets nothing for ten times as long as it took to fail.
 
     Args:
         trackers: names as in `report_to`, or trackers of your own; one or a list.
+        clock: returns seconds of a clock that is never set.
 
     Raises:
         ConfigError: a name is not a tracker.
         MissingDependencyError: a tracker's package is not installed.
     """
 
-    def __init__(self, trackers: str | GeneralTracker | Iterable[str | GeneralTracker]) -> None:
+    def __init__(
+        self,
+        trackers: str | GeneralTracker | Iterable[str | GeneralTracker],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__()
         wanted = [trackers] if isinstance(trackers, str | GeneralTracker) else list(trackers)
         self._wanted = filter_trackers(wanted, logging_dir="", field="report_to")
         self._running: list[GeneralTracker] = []
-        self._unreached: set[str] = set()  # trackers whose last metrics failed
+        self._clock = clock
+        # Trackers that the last metrics did not reach, and when each is tried again
+        self._unreached: dict[str, float] = {}
         self._has_trained = False
         self._run_ids: dict[str, str] = {}
 
@@ -76,15 +89,22 @@ class TrackingCallback(RowCallback):
         self._ensure_running(args, state)
         values = sent_values(row)
         for tracker in self._running:
-            try:
-                tracker.log(values, step=row["step"])
-            except Exception as error:  # a lost connection must not end training
-                # Not once for each message: errors of requests hold addresses, and differ each time.
-                if tracker.name not in self._unreached:
-                    logger.warning("%s received no metrics; training continues: %r", tracker.name, error)
-                self._unreached.add(tracker.name)
-            else:
-                self._unreached.discard(tracker.name)
+            if self._clock() >= self._unreached.get(tracker.name, -math.inf):
+                self._send(tracker, values, row["step"])
+
+    def _send(self, tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
+        began = self._clock()
+        try:
+            tracker.log(values, step=step)
+        except Exception as error:  # a lost connection must not end training
+            # Not once for each message: errors of requests hold addresses, and differ each time.
+            if tracker.name not in self._unreached:
+                logger.warning("%s received no metrics; training continues: %r", tracker.name, error)
+            # Some packages try again for minutes before they raise an error, and training waits.
+            now = self._clock()
+            self._unreached[tracker.name] = now + _PAUSE * (now - began)
+        else:
+            self._unreached.pop(tracker.name, None)
 
     def _ensure_running(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from windlass.text.token_store import Prepared, kept
 from windlass.text.worker_pool import as_rows, encode, in_batches
 
 _logger = get_job_logger(__name__)
+LABEL = "label"  # if the answer of a row is a desirable one
 
 
 def prepare_pairs(
@@ -144,6 +146,11 @@ def _number(value: Any, name: str, row: int) -> bool | int | float:
     if not isinstance(value, (bool, int, float)):
         kind = "is missing or null" if value is None else f"must hold numbers, not {type(value).__name__}"
         raise RowError(row, f"column {name!r} {kind}")
+    # Each such row would make the loss of its batch NaN.
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(row, f"column {name!r} holds {value}, which is not a finite number")
+    if name == LABEL and value not in (0, 1):  # -1 is true, for Python and for tensors
+        raise RowError(row, f"column {name!r} holds {value}, and must be true (1) or false (0)")
     return value
 
 
