@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -153,6 +155,25 @@ _FROM_MAIN = """
         except RuntimeError as error:
             print("failed:", str(error).strip().splitlines()[-1], flush=True)
 """
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"rdzv_endpoint": "localhost:99999"}, "rdzv_endpoint='localhost:99999': must be HOST:PORT"),
+        (
+            {"rdzv_conf": {"timeout": "long"}},
+            "rdzv_conf['timeout']='long': must be a whole number of seconds",
+        ),
+        (
+            {"rdzv_conf": {"read_timeout": 9}},
+            "rdzv_conf['read_timeout']=9: is an option of torch's rendezvous",
+        ),
+    ],
+)
+def test_where_and_how_long_machines_wait_is_checked(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        notebook_launcher(print, (), 2, num_nodes=2, **options)
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ def notebook_launcher(
         with _in_environment(settings):
             function(*args)
         return
+    # Without a device the processes compute on the cores themselves, which they share.
     threads = torch.get_num_threads() if visible_devices() else 1
     endpoint = rdzv_endpoint or f"{master_addr}:{use_port}"
     meeting = _meeting(num_nodes, node_rank, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id)
@@ -160,18 +161,20 @@ def _meeting(
     """Return the rendezvous of the machines; a single machine has one of its own. Raises ConfigError if the endpoint is
     not HOST:PORT, or the token is too short.
     """
+    from windlass.cli.launching.local import rendezvous_options
     from windlass.dist.listening import can_listen
-    from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
+    from windlass.dist.rendezvous import Meeting
 
     if nodes == 1:
         return _alone()
     address, _, port = endpoint.rpartition(":")
-    if not address or not port.isdecimal():
+    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(Problem("rdzv_endpoint", endpoint, "must be HOST:PORT"))
+    # The rank is that of torch's static rendezvous, which other launchers pass here too.
+    _, wait = rendezvous_options({k: v for k, v in options.items() if k != "rank"}, "rdzv_conf['{}']")
     token = read_token(None, os.environ)
     for note in notes_without_token(address, token):
         warn_once(logger, note)
-    wait = int(options.get("timeout", options.get("join_timeout", DEFAULT_WAIT_SECONDS)))
     static = backend == "static"
     hosts = node == 0 if static else can_listen(address, int(port))
     return Meeting(address, int(port), nodes, node if static else None, hosts, run, wait, token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ def test_the_context_limits_the_text(run: Path, capsys: Shown) -> None:
     assert "128 tokens, which fill the model's context" in capsys.readouterr().err
     assert main(["generate", str(run), "", "--raw"]) == 2
     assert "no tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "used", "left"),
+    [
+        ("LlamaConfig", {"max_position_embeddings": 64}, 60, 4),
+        ("LlamaConfig", {"max_position_embeddings": 64}, 65, -1),
+        # The prompt is the encoder's; the decoder begins with a token of its own.
+        ("BartConfig", {"max_position_embeddings": 64}, 60, 63),
+        ("BartConfig", {"max_position_embeddings": 64}, 65, -1),
+        ("T5Config", {}, 10**6, sys.maxsize),
+    ],
+)
+def test_positions_that_are_left(kind: str, sizes: dict[str, int], used: int, left: int) -> None:
+    from windlass.cli.text_writer import positions_left
+
+    assert positions_left(getattr(transformers, kind)(**sizes), used) == left
 
 
 def test_samples_follow_the_seed(run: Path, capsys: Shown) -> None:

@@ -55,6 +55,7 @@ def test_what_is_not_understood_is_code_2(words: list[str], capsys: pytest.Captu
         (["train", "--resume", "a.yaml"], "windlass train a.yaml --resume"),
         (["train", "a.yaml", "--resume", "runs/checkpoint-1", "x=1"], "windlass train a.yaml x=1 --resume"),
         (["train", "a.yaml", "--resume=runs/checkpoint-1"], "windlass train a.yaml --resume"),
+        (["train", "a.yaml", "--search", "space.yaml"], "windlass train a.yaml --search space.yaml"),
     ],
 )
 def test_the_command_that_resumes(words: list[str], command: str) -> None:

@@ -116,10 +116,40 @@ def test_what_a_recorded_script_needs_to_resume(
     record = json.loads((run / "run.json").read_text())
     assert record["process"]["needs"] == "script", "its train() was called without an argument"
     record["process"] |= {"arguments": ["train.py", "--lr", "1"], "needs": needs}
+    record["arguments"]["output_dir"] = str(run)
     (run / "run.json").write_text(json.dumps(record))
     found = status(run, capsys)["resume"]
     assert found["command"].endswith(f"python {end}")
     assert found["needs"] == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["train", "a.yaml", "--output-dir", "run"], "train a.yaml --output-dir NOW --resume"),
+        (["train", "--output-dir=run", "a.yaml", "--resume"], "train a.yaml --output-dir NOW --resume"),
+        (["train", "training.output_dir=run"], "train --output-dir NOW --resume"),
+    ],
+)
+def test_a_run_that_was_moved_is_resumed_where_it_is(
+    words: list[str], command: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kill(run)
+    record = json.loads((run / "run.json").read_text())
+    record["process"] |= {"folder": str(run.parent), "arguments": ["windlass", *words]}
+    record["arguments"]["output_dir"] = run.name
+    (run / "run.json").write_text(json.dumps(record))
+    assert "NOW" not in status(run, capsys)["resume"]["command"].replace(str(run), "NOW")
+    moved = run.rename(run.with_name("moved"))
+    found = status(moved, capsys)["resume"]
+    assert found["command"] == f"cd {run.parent} && windlass " + command.replace("NOW", str(moved.resolve()))
+    # Of a script, whose flags are its own; and of a machine that sees the folder of another.
+    record["process"]["arguments"] = ["train.py"]
+    (moved / "run.json").write_text(json.dumps(record))
+    assert f"its output_dir is {moved.resolve()} now" in status(moved, capsys)["resume"]["needs"]
+    record["process"]["folder"] = "/of/another/machine"
+    (moved / "run.json").write_text(json.dumps(record))
+    assert "output_dir" not in status(moved, capsys)["resume"]["needs"]
 
 
 def test_a_damaged_checkpoint_is_not_the_one_to_resume_from(

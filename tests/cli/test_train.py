@@ -277,6 +277,21 @@ def test_a_run_from_the_hub_takes_the_tokenizer_of_its_checkpoint(
     )
 
 
+def test_a_resumed_run_reports_the_keys_that_changed(room: Path, windlass: Run) -> None:
+    first = ("lm.yaml", "training.eval_strategy=no", "training.save_steps=2", "--output-dir", "here")
+    windlass("train", *first, "training.max_steps=2")
+    again = windlass("train", *first, "training.max_steps=4", "--resume")
+    assert "Continuing from here/checkpoint-2, step 2\nModel " in again
+    changed = ("data.eval_fraction=0.3", "tokenizer.train.vocab_size=290", "sample.prompt=a dog")
+    said = windlass("train", *first, "training.max_steps=6", *changed, "--resume")
+    assert (
+        "Continuing from here/checkpoint-4, step 4\n"
+        "  data.eval_fraction: 0.3, and was 0.2\n"
+        "  tokenizer.train.vocab_size: 290, and was 300; the tokenizer of the checkpoint is kept\n"
+        "Model "
+    ) in said
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals to a process")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_leaves_a_state_that_resumes(

@@ -11,9 +11,10 @@ from tests.finetuning import small
 from tests.finetuning.preferences import moved, pairs, settings
 from torch import Tensor, nn
 
-from windlass.core.errors import ConfigError
+from windlass.core.errors import CheckpointError, ConfigError
 from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.finetuning.frozen_reference import REFERENCE_ADAPTER, keep_adapter, without_dropout
+from windlass.finetuning.reference_trainer import ReferenceState
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -117,3 +118,16 @@ def test_a_reference_that_cannot_follow_is_refused_before_training(tmp_path: Pat
             small.model(), reference, settings(tmp_path, sync_ref_model=True), None, pairs(4), None,
             small.tokenizer(), peft_config=adapter,
         )  # fmt: skip
+
+
+def test_a_moved_reference_of_other_numbers_of_ranks_is_put_together() -> None:
+    saved, model = nn.Linear(2, 3), nn.Linear(2, 3)
+    # As two ranks hold them: rows, of which the last rank has fewer.
+    halves = [
+        {str(at): p.detach()[rows] for at, p in enumerate(saved.parameters())}
+        for rows in (slice(2), slice(2, 3))
+    ]
+    ReferenceState(model).adopt(halves)
+    assert all(map(torch.equal, model.parameters(), saved.parameters()))
+    with pytest.raises(CheckpointError, match="saved by 1 ranks in a layout"):
+        ReferenceState(model).adopt(halves[:1])

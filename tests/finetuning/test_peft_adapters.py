@@ -14,6 +14,7 @@ from tests.finetuning import small
 from tests.finetuning.test_sft_trainer import trainer_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from windlass.core import logs
 from windlass.core.errors import ConfigError
 from windlass.finetuning.peft_adapters import (
     add_adapter,
@@ -176,12 +177,22 @@ def test_learnt_prompts_are_trained_saved_and_resumed(tmp_path: Path, kind: str)
     assert torch.equal(after, next(p for p in resumed.model.parameters() if p.requires_grad))
 
 
-def test_prompts_of_an_encoder_with_layers_are_saved_with_all_weights(tmp_path: Path) -> None:
+def test_prompts_of_an_encoder_with_layers_are_saved_with_all_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs.warn_once.cache_clear()
     prompts = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
     trainer = trainer_of(tmp_path, small.texts(), peft_config=prompts, max_steps=1)
     trainer.train()
     trainer.save_model()
     assert (tmp_path / "model.safetensors").is_file()
+    # With the configuration of the base beside them, `from_pretrained` would draw new weights.
+    assert not (tmp_path / "config.json").exists()
+    assert "trainer.model.save_pretrained(FOLDER)" in caplog.text
+    trainer.model.save_pretrained(tmp_path / "adapter")
+    read = peft.PeftModel.from_pretrained(small.model(), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        assert torch.equal(read(ids()).logits, trainer.model.eval()(ids()).logits)
 
 
 def test_tokens_of_a_chat_template_are_in_the_saved_adapter(tmp_path: Path) -> None:

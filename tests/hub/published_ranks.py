@@ -1,4 +1,6 @@
-"""Run by `torch.distributed.run`: two ranks publish on a Hub. Arguments: output folder, token, address of the Hub."""
+"""Run by `torch.distributed.run`: two ranks publish on a Hub. Arguments: output folder, token, address of the Hub, and
+how long ranks wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from tests.hub.test_callback import trainer
 from windlass.core.errors import ConfigError
 
 if __name__ == "__main__":
-    folder, token, address = sys.argv[1:]
+    folder, token, address, *limit = sys.argv[1:]
     set_address(address)
-    run = trainer(Path(folder), token, hub_strategy="checkpoint")
+    limits = {"ddp_timeout": int(limit[0])} if limit else {}
+    run = trainer(Path(folder), token, hub_strategy="checkpoint", **limits)
     try:
         run.train()
-        run.push_to_hub()
+        if not limit:
+            run.push_to_hub()
     except ConfigError as error:
         line = " ".join(["refused:", *map(str, error.problems), f"at step {run.state.global_step}"])
         sys.stdout.write(f"{line}\n")  # in one piece, as the ranks share the stream

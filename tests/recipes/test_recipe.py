@@ -310,3 +310,18 @@ def test_data_beside_the_built_in_text_is_refused_not_ignored(tmp_path: Path) ->
     text.write_text("hello\n")
     with pytest.raises(ConfigError, match="brings its own data"):
         load_recipe(None, [f"data.train={text}", "data.format=python-docs"])
+
+
+def test_paths_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    lines = "task: sft\nmodel: ~/model\ntokenizer: ~/model\ndata: {train: ~/a.jsonl, eval: ~/b.jsonl}\n"
+    (tmp_path / "recipe.yaml").write_text(lines)
+    found = load_recipe(tmp_path / "recipe.yaml", asks_libraries=False)
+    assert (found.model.name, found.tokenizer.name) == (f"{tmp_path}/model", f"{tmp_path}/model")
+    assert (found.data.train, found.data.eval) == (f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl")
+    words = ["data.train=''", "data.mixture={~/a.jsonl: 1, ~/b.jsonl: 2}"]
+    mixed = load_recipe(tmp_path / "recipe.yaml", words, asks_libraries=False).data.mixture
+    assert mixed == {f"{tmp_path}/a.jsonl": 1, f"{tmp_path}/b.jsonl": 2}

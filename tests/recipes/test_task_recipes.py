@@ -13,6 +13,7 @@ from tests.dist.launch import run_script
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from windlass.cli.main import main
 from windlass.core.errors import ConfigError
 from windlass.recipes.recipe import load_recipe
 
@@ -82,6 +83,29 @@ def complaint(tmp_path: Path, body: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_recipe(tmp_path / "recipe.yaml", overrides)
     return str(caught.value)
+
+
+TINY_PAIRS = """
+task: seq2seq
+data: {train: t.jsonl, eval_fraction: 0.5}
+model: {config: {model_type: marian, d_model: 16, encoder_layers: 1, decoder_layers: 1, encoder_ffn_dim: 16,
+  decoder_ffn_dim: 16, encoder_attention_heads: 2, decoder_attention_heads: 2}}
+tokenizer: {train: {vocab_size: 300}}
+metric: rouge
+training: {max_steps: 1, use_cpu: true, report_to: none, save_strategy: "no", output_dir: run}
+"""
+
+
+def test_predictions_that_cannot_be_written_are_an_error_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rouge_score")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.jsonl").write_text('{"text": "ein Hund", "target": "a dog"}\n' * 8)
+    (tmp_path / "recipe.yaml").write_text(TINY_PAIRS)
+    (tmp_path / "run" / "predictions.txt" / "in-the-way").mkdir(parents=True)
+    assert main(["train", "recipe.yaml"]) == 2
+    assert "predictions.txt" in capsys.readouterr().err.splitlines()[-1]
 
 
 PAIRS = "task: seq2seq\nmodel: {config: {model_type: marian}}\ntokenizer: {train: {vocab_size: 300}}\n"

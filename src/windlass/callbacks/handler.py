@@ -242,6 +242,7 @@ class CallbackHandler:
         """Call `on_epoch_begin` of the callbacks without a state in checkpoints. Those with a state go on within the
         epoch: the event might reset what was restored. Flags are not cleared: one may have ended this epoch.
         """
+        self.refresh()  # not in `call_event`, which would collect all of them
         new = [one for one in self.callbacks if not has_state(one)]
         self._listeners["on_epoch_begin"] = tuple(_bound(new, "on_epoch_begin"))
         try:

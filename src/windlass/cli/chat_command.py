@@ -63,6 +63,7 @@ def _answer(writer: Writer, messages: list[Message]) -> list[Message]:
     """Print the model's turn, and return the messages with it; without the last one if it was not answered."""
     try:
         text = writer.write("", messages)
+    # The unanswered turn goes too: a chat template wants turns of the two in alternation.
     except KeyboardInterrupt:
         say("(stopped)", error=True)
         return messages[:-1]

@@ -49,6 +49,7 @@ def list_command(options: argparse.Namespace) -> int:
 
 def _rows(found: list[Found]) -> list[dict[str, Any]]:
     """Return the values of each row; the marks compare a checkpoint with all of its run."""
+    # Also for a single one: whether it is the newest or the best is a matter of all.
     of_run = survey(found[0].path.resolve().parent)
     whole = [one.info for one in of_run if one.info is not None and one.problem is None]
     notes = notes_of(whole)
@@ -160,6 +161,7 @@ def prune_command(options: argparse.Namespace) -> int:
         raise CheckpointError(f"no checkpoint in {store.root} has a metric; use --keep-last")
     policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
     going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
+    # Not beside a run that saves into the folder: its own retention would miss what goes here.
     with nullcontext() if dry_run else RunLock(store.root):
         for info in going:
             if not dry_run:

@@ -40,6 +40,7 @@ def push_command(options: argparse.Namespace) -> int:
         publisher.push({name: folder / name for name in names}, "Upload of the model", folder)
     else:
         publisher = _connected(Publisher(settings, checkpoint.parent))
+        # The card is linked or copied within `saved`, so this folder may be removed before the upload ends.
         with tempfile.TemporaryDirectory() as made:
             publisher.saved(checkpoint, _card(publisher, checkpoint, Path(made)))
     if not publisher.finish():

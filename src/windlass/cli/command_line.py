@@ -29,6 +29,7 @@ def program() -> list[str]:
     if typed.name == "__main__.py" and typed.parent.name == "windlass":
         return [sys.executable, "-m", "windlass"]
     on_path = shutil.which("windlass")
+    # Another installation on PATH is another version, with which a command to copy would not resume the run.
     is_other = on_path is None or not typed.exists() or not os.path.samefile(on_path, typed)
     return [str(typed)] if typed.stem == "windlass" and is_other else ["windlass"]
 
@@ -115,6 +116,7 @@ def folders_below(root: Path) -> Iterator[Path]:
     """Yield a folder and those below it, sorted; hidden ones and those of checkpoints are not searched."""
     for place, folders, _ in os.walk(root):
         yield Path(place)
+        # In place, because `os.walk` reads this list; sorted, because systems list folders in any order.
         folders[:] = sorted(
             name for name in folders if not name.startswith((".", "checkpoint-", "replaced-"))
         )

@@ -197,6 +197,7 @@ def compare_command(words: Sequence[str]) -> int:
     if options.updates < 1:
         raise ConfigError(Problem("--updates", options.updates, "must be at least 1"))
     answered = load_outside("imports of other libraries").environment(os.environ)
+    # In processes of their own, one after the other: side by side each would make the other slower.
     with tempfile.TemporaryDirectory(prefix="windlass-compare-") as folder:
         own = _run(options, Path(folder) / "own", os.environ, "its own libraries")
         ours = _run(options, Path(folder) / "windlass", {**os.environ, **answered}, "Windlass")
@@ -265,6 +266,7 @@ def _run(
     written = folder / "record.json"
     if code or not written.is_file():
         log = (folder / "log").read_text("utf-8", "replace").strip()
+        # From the traceback on: what a script printed before may be thousands of lines.
         last = log[max(log.rfind("Traceback (most recent"), 0) :].splitlines()[-15:]
         raise WindlassError("\n".join([f"{options.script} with {name} ended with exit code {code}:", *last]))
     record = json.loads(written.read_text("utf-8"))

@@ -32,6 +32,7 @@ def completion_command(words: Sequence[str]) -> int:
     shtab = require("shtab", "print completions")
     whole = main.build_parser()
     (commands,) = _commands(whole)
+    # The main parser has only their names, so that `--help` imports nothing.
     for name, (module, _, _) in main.COMMANDS.items():
         commands[name] = importlib.import_module(f"windlass.cli.{module}").build_parser()
     for parser in _all_parsers(whole):

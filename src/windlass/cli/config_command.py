@@ -177,6 +177,7 @@ def asked(prompt: LinePrompter) -> Settings:
     for question in QUESTIONS:
         if question.when(answers):
             answers[question.key.name] = _answer(prompt, question, question.default_after(answers))
+    # An empty answer leaves the setting to its default, which may change with the version.
     given = {name: value for name, value in answers.items() if value not in ((), None)}
     return Settings({name: Setting(name, value, "windlass config", "file") for name, value in given.items()})
 
@@ -196,8 +197,6 @@ def _update(named: str | None) -> None:
         raise ConfigError(Problem("--config_file", None, fix))
     settings = from_file(path)
     refuse(problem for problem in settings.problems if problem.field == "--config_file")
-    for note in settings.notes:
-        if "means nothing here" in note:
-            say(f"removed: {note}")
-    updated(path)
+    for name in updated(path):
+        say(f"removed {name}, which means nothing here")
     say(f"updated {path}")

@@ -101,6 +101,7 @@ def convert(values: Mapping[str, Any], folder: Path = Path()) -> Any:
 def _drop_what_is_refused(made: Any) -> None:
     """Move values of `training` that Windlass refuses to the list."""
     training = made.recipe.get("training", {})
+    # Several times: rules between values are only checked when each of them is valid by itself.
     while True:
         try:
             with warnings.catch_warnings(record=True):  # of a value that is dropped in the next turn

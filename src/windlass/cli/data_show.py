@@ -230,6 +230,7 @@ def _prepared(
 ) -> Iterator[dict[str, Any]]:
     """Rows as a trainer prepares them: `pieces` are pairs of a text and whether it is trained on."""
     for number, (row, place) in enumerate(zip(rows, rows.places, strict=True), first):
+        # Each by itself, as rows of the dataset: packed together they could not be told apart.
         found = prepare_text(LocatedRows([row], [place]), tokenizer, options.of_tokens())
         (ids, labels), summary = found.dataset[0].values(), found.summary
         assert summary is not None

@@ -86,6 +86,7 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
 
 def _try_output_folder(folder: Path, shown: str) -> None:
     """Raise if the full run could not write there; leave nothing."""
+    # A rehearsal leaves nothing: folders that the check makes are removed, and those of the user stay.
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     check_writable(str(folder), shown)
     for path in made:
@@ -140,6 +141,7 @@ def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> floa
     if parts.evaluation is None:
         return None
     batch = args.eval_batch_size
+    # An upper bound: the first batch, which also warms up, is half of what is measured.
     few = [parts.evaluation[index] for index in range(min(len(parts.evaluation), EVAL_BATCHES * batch))]
     began = _now()
     trainer.evaluate(few)

@@ -138,6 +138,7 @@ def build_whole(name: str, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(f"no model can be built from {name!r}: {reason}") from error
+    # Tied weights count once, as they are in memory.
     model.tie_weights()
     return model.float()
 

@@ -44,6 +44,7 @@ def evaluate_command(words: Sequence[str]) -> int:
     """
     options = build_parser().parse_args(words)
     refuse(_problems(options))
+    # What can be wrong is checked before tasks are loaded, which may download gigabytes.
     name, device = _source(options), _device(options.device)
     check_installed("lm_eval", "evaluate a model on tasks")
     with Activity("loading the tasks"):

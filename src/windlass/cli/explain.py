@@ -311,6 +311,7 @@ def _layout(settings: Settings) -> Iterator[str]:
     together = math.prod(settings.value(key) for key in (*MODEL_AXES, MESH_EXPERT))
     if together == 1:
         return
+    # Without a number of processes, as few as the axes need: the layout is the question, and not its size.
     world = World(0, max(settings.value(PROCESSES) or 0, together))
     if problems := parallel_problems(settings, world):
         yield from (f"problem: {problem}" for problem in problems)

@@ -119,6 +119,7 @@ class FollowedRun:
         """
         view, news, self.position = self._history.since(self.position)
         run = summarised(view, described(view))
+        # The page starts again, with all events.
         if "whole" in news:
             self._sent = {}
             return run, news

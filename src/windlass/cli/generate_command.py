@@ -11,6 +11,7 @@ from windlass.core.activity import Activity
 def generate_command(words: list[str]) -> int:
     """Print what the model writes, and return the exit code."""
     options = build_parser().parse_args(words)
+    # Before the model is loaded: who types the text need not wait for it.
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     with Activity("loading the model"):
         from windlass.cli.text_writer import Writer

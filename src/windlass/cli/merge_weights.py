@@ -25,6 +25,7 @@ def merge_weights_command(words: list[str]) -> int:
         raise CheckpointError(f"{source} has no sharded weights: there is no {index_name('model')}")
     if (target / WEIGHTS_NAME).exists():
         raise CheckpointError(f"{target / WEIGHTS_NAME} exists already; name another folder")
+    # By what links lead to: the merged weights would go with the parts.
     inside = target.resolve().is_relative_to(source.resolve())
     if options.remove_checkpoint_dir and inside:
         fix = f"{target} lies in the folder that would be removed; name another, or leave this out"

@@ -105,6 +105,7 @@ def _start(what: str, rest: list[str]) -> Start:
         check_script(what)
         from windlass.core.outside import load_outside
 
+        # As `windlass run` does: the Trainer of a script for transformers must be the one that is rehearsed.
         load_outside("imports of other libraries").install()
         return lambda: _run_script(what, [word for word in rest if word != "--"])
     flags = [word for word in rest if "=" not in word]

@@ -112,6 +112,7 @@ def _held(trace: Trace) -> dict[str, int]:
         if owner.kind == TEMPORARY and "micro-batch" not in moment.stage:
             kind = "state"  # an optimizer's, of as many parameters as a rank updates
         held[kind] += nbytes
+    # What no axis divides is the same in every layout, and excludes none.
     del held[""]
     return dict(held)
 

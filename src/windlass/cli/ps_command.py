@@ -23,6 +23,7 @@ def ps_command(words: list[str]) -> int:
     options = build_parser().parse_args(words)
     if not options.folder.is_dir():
         raise ConfigError(Problem("DIR", str(options.folder), "is not a folder"))
+    # All before the first line: the widths of columns depend on each run.
     found = [(name, status_of_run(read_folder(path))) for name, path in runs_below(options.folder)]
     facts = {"schema": SCHEMA, "runs": [status for _, status in found]}
     none = [f"no runs below {options.folder}"]

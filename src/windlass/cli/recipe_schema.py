@@ -61,6 +61,7 @@ def recipe_schema() -> dict[str, Any]:
         for name in argument.earlier_names:
             earlier = {"description": f"The earlier name of {argument.keys[-1]}.", "deprecated": True}
             _put(whole, (*argument.keys[:-1], name), earlier)
+    # `model: gpt2` is valid too.
     for name, key in SHORTHANDS.items():
         short = {"type": ["string", "null"], "description": f"Short for {name}.{key}."}
         whole["properties"][name] = {"anyOf": [whole["properties"][name], short]}

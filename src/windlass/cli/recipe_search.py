@@ -134,6 +134,7 @@ class _Trials:
         for callback in (ends, watch, early):
             if callback is not None:
                 trainer.add_callback(callback)
+        # A trial that was interrupted is continued.
         trainer.train(resume_from_checkpoint="auto")
         if ends.interrupted and watch.pruned is None:
             self.interrupted = True

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from windlass.callbacks.run_record import read_record, settings_of
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.config.documents import one_line
+from windlass.core.errors import CheckpointError, ConfigError, DataError, Problem
 from windlass.core.locations import is_url, shown_path
 from windlass.core.world import world_from_environment
 from windlass.recipes.recipe import run_folder
+from windlass.recipes.schema import Recipe, field_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ def find_resume_point(resume: bool | str | None, args: TrainingArguments) -> Res
     Raises:
         CheckpointError: there is none, or the one that was named is damaged. ConfigError: it is past `max_steps`.
     """
+    # On several machines a rank may not see the disk of another; a remote folder is downloaded by `train()`.
     if not resume or is_url(str(args.output_path)) or world_from_environment().machines > 1:
         return None
     point = _find(
@@ -66,6 +74,30 @@ def _find(which: str | bool | Path, folder: Path) -> ResumePoint | None:
         reasons = "".join(f"\n  - {why}" for _, why in skipped)
         raise CheckpointError(no_checkpoint(shown_path(folder), reasons))
     return ResumePoint(newest, next(info.step for info in store.list() if info.path == newest))
+
+
+def changed_keys(args: TrainingArguments, point: ResumePoint) -> Iterator[str]:
+    """Yield a line on each key outside `training` whose value is not that of the run that is resumed. Nothing of a run
+    whose record is missing or damaged. Changed arguments are reported by `Trainer.train`.
+    """
+    record = None
+    with contextlib.suppress(DataError, OSError):
+        record = read_record(point.path.parent)
+    settings = None if record is None else record.get("settings")
+    if not isinstance(settings, dict):
+        return
+    before = {name: one.get("value") for name, one in settings.items() if isinstance(one, dict)}
+    # As the record has them: without secrets, and as values of JSON.
+    now = json.loads(json.dumps({name: one["value"] for name, one in settings_of(args).items()}, default=str))
+    sections = set(field_names(Recipe)) - {"training", "parallel", "sample"}
+    for name in sorted(before.keys() | now.keys()):
+        if name.partition(".")[0] in sections and before.get(name) != now.get(name):
+            kept = "; the tokenizer of the checkpoint is kept" if name.startswith("tokenizer.") else ""
+            yield f"{name}: {_value(now, name)}, and was {_value(before, name)}{kept}"
+
+
+def _value(values: Mapping[str, Any], name: str) -> str:
+    return one_line(values[name]) if name in values else "its default"
 
 
 def check_folder(args: TrainingArguments) -> None:

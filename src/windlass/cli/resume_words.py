@@ -26,7 +26,11 @@ def start_command(arguments: Sequence[str]) -> str:
 
 
 def _resuming(arguments: Sequence[str]) -> list[str]:
-    """Return the words of `windlass train`, with `--resume` in place of what they have of it."""
+    """Return the words of `windlass train`, with `--resume` in place of what they have of it. A search continues by
+    itself, and takes no such flag.
+    """
+    if _searches(arguments):
+        return list(arguments)
     kept, skip = [], False
     for index, word in enumerate(arguments):
         if skip:
@@ -38,6 +42,10 @@ def _resuming(arguments: Sequence[str]) -> list[str]:
         elif not word.startswith("--resume=") and word != "--dry-run":
             kept.append(word)
     return [*kept, "--resume"]
+
+
+def _searches(arguments: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--search" for word in arguments)
 
 
 def names_checkpoint(word: str) -> bool:
@@ -56,12 +64,15 @@ def _launcher() -> list[str]:
     return [*torchrun(world.machines, world.local_size), "-m", "windlass"]
 
 
-def resume_recorded(process: Mapping[str, Any], resumes: bool) -> tuple[str | None, str]:
+def resume_recorded(
+    process: Mapping[str, Any], resumes: bool, moved_to: Path | None = None
+) -> tuple[str | None, str]:
     """Return the command line that resumes a recorded run, and what it needs besides; None if it is not recorded.
 
     Args:
         process: `process` of `run.json`.
         resumes: the same command resumes it, whatever is recorded.
+        moved_to: the run's folder, if that is not where the command would look for it.
     """
     words, launcher = process.get("arguments"), process.get("launcher") or []
     if not _are_words(words) or not words or not _are_words(launcher):
@@ -72,23 +83,38 @@ def resume_recorded(process: Mapping[str, Any], resumes: bool) -> tuple[str | No
         start = launcher
     else:
         sizes = process.get("machines"), process.get("processes_per_machine")
+        # Of a record that may be damaged; `isinstance` would take True for 1.
         machines, processes = (value if type(value) is int else 1 for value in sizes)
         if machines * processes > 1:
             start = [*torchrun(machines, processes), *(["-m", "windlass"] if is_command else [script])]
         else:
             start = ["windlass"] if is_command else ["python", script]
-    command = [*start, *(_resuming(rest) if is_command else rest)]
+    has_folder = is_command and not _searches(rest)  # a search names that of all its trials
+    if is_command:
+        rest = _resuming(_of_folder(rest, moved_to) if moved_to is not None and has_folder else rest)
+    command = [*start, *rest]
     needed = "nothing" if is_command or resumes else process.get("needs")
     if needed == "flag":
         command = with_flag(command)
     needs = []
     if needed not in ("nothing", "flag"):
         needs.append('the script must call trainer.train(resume_from_checkpoint="auto")')
+    if moved_to is not None and not has_folder:
+        needs.append(f"the run was moved: its output_dir is {moved_to} now")
     if any(HIDDEN in word for word in command):
         needs.append(f"put back the secrets that are shown as {HIDDEN}")
     folder = process.get("folder")
     place = f"cd {shlex.quote(folder)} && " if isinstance(folder, str) else ""
     return place + shlex.join(command), "; ".join(needs)
+
+
+def _of_folder(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the words of `windlass train` with another output folder."""
+    kept = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before != "--output-dir" and not word.startswith(("--output-dir", "training.output_dir=")):
+            kept.append(word)
+    return [*kept, "--output-dir", str(folder)]
 
 
 def _are_words(found: Any) -> bool:

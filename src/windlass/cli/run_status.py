@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from typing import Any
 from windlass.callbacks.rows import Row, is_number
 from windlass.callbacks.run_view import Attempt, CheckpointView, RunView, status_in_words, verify
 from windlass.cli.resume_words import resume_recorded
+from windlass.core.locations import anchored, is_url
 
 SCHEMA = "windlass-status/1"
 SCHEMA_FILE = Path(__file__).with_name("status.schema.json")
@@ -28,6 +30,7 @@ _RATES = ("samples_per_second", "tokens_per_second", "mfu", "data_wait")
 def with_verified(view: RunView) -> RunView:
     """Read every byte of the newest whole checkpoints, until one is what was saved; return the view with that."""
     checked = list(view.checkpoints)
+    # Only until one is whole: reading all of them takes as long as saving all of them took.
     for index in reversed(range(len(checked))):
         checked[index] = verify(checked[index])
         if checked[index].verified:
@@ -41,9 +44,8 @@ def status_of_run(view: RunView) -> dict[str, Any]:
     newest = view.newest_whole
     last = view.rows[-1] if view.rows else None
     seconds = _seconds_per_update(view)
-    command, needs = resume_recorded(
-        view.process, newest is None or view.arguments.get("resume_from_checkpoint") in (True, "auto")
-    )
+    resumes = newest is None or view.arguments.get("resume_from_checkpoint") in (True, "auto")
+    command, needs = resume_recorded(view.process, resumes, _moved_to(view))
     return {
         "schema": SCHEMA,
         "name": view.name,
@@ -79,6 +81,17 @@ def status_of_run(view: RunView) -> dict[str, Any]:
         "attempts": [_attempt(attempt) for attempt in view.attempts],
         "notes": list(view.notes),
     }  # fmt: skip
+
+
+def _moved_to(view: RunView) -> Path | None:
+    """Return the run's folder if the recorded command would look for it elsewhere. None too if the working directory of
+    that command is not on this machine, which may see the folders of another one or of a container.
+    """
+    output, base = view.arguments.get("output_dir"), view.process.get("folder")
+    if not isinstance(output, str) or not isinstance(base, str) or is_url(output) or not os.path.isdir(base):
+        return None
+    here = os.path.realpath(view.folder)
+    return None if os.path.realpath(anchored(output, base)) == here else Path(here)
 
 
 def state_of(view: RunView) -> str:
@@ -123,6 +136,7 @@ def _seconds_per_update(view: RunView) -> float | None:
     """The median over the newest reports of the last attempt; pauses within them count."""
     began = view.attempts[-1].began if view.attempts else 0.0
     rows = [row for row in view.rows if row["timing"]["wall"] >= began][-_RECENT - 1 :]
+    # A median: one long pause, as of a save or a stopped machine, does not move the estimate.
     pairs = [
         ((after["timing"]["wall"] - before["timing"]["wall"]) / (after["step"] - before["step"]))
         for before, after in itertools.pairwise(rows)

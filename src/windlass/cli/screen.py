@@ -133,8 +133,10 @@ def _speed(outcome: RunOutcome) -> str:
         row.get("eval_runtime", 0.0) for row in state.log_history if row["step"] > outcome.first_step
     )
     runtime = float(outcome.output.metrics["train_runtime"])
+    # Without evaluations: the speed of training is what can be compared with other runs.
     seconds = max(runtime - evaluating, 1e-9)
     tokens = [row["num_tokens"] for row in state.log_history if "num_tokens" in row]
+    # They are counted from the beginning of the run, and the seconds from that of this process.
     if tokens and not outcome.first_step:
         return f"{tokens[-1] / seconds:,.0f} tokens/s, {steps} steps in {duration(runtime)}"
     samples = steps * outcome.trainer.get_total_train_batch_size(outcome.trainer.args)

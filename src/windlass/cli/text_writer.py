@@ -40,6 +40,7 @@ class Writer:
         hide_loading_bars()
         dtype = "auto" if options.dtype is None else getattr(torch, DTYPES[options.dtype])
         self._model, self.tokenizer = open_trained(name, options.base, dtype)
+        # After the model is loaded: loading may draw numbers, such as those of weights that its file lacks.
         if options.seed is not None:
             torch.manual_seed(options.seed)
 
@@ -95,7 +96,11 @@ def _ends_texts(tokenizer: Any) -> bool:
 def positions_left(config: Any, used: int) -> int:
     """Return how many tokens a model can add to a prompt of `used` tokens."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return sys.maxsize if most is None else int(most) - used
+    if most is None:
+        return sys.maxsize
+    left = int(most) - used
+    # An encoder reads the prompt; the text begins with a token of its own at the first position of the decoder.
+    return int(most) - 1 if config.is_encoder_decoder and left >= 0 else left
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED
 from windlass.cli.print_config import render_config
-from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
+from windlass.cli.resume_point import changed_keys, check_folder, find_resume_point, past_the_end
 from windlass.cli.resume_words import resume_command, start_command
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
@@ -58,6 +58,7 @@ def train_by_recipe(options: argparse.Namespace, arguments: Sequence[str]) -> in
         if options.json and world_from_environment().is_main:
             say_json(found)
         return 0
+    # The flag before the key: it is what the user typed now.
     resume = options.resume or args.resume_from_checkpoint or None
     try:
         return _train(recipe, args, resume, arguments)
@@ -123,10 +124,13 @@ def _train(
         point = find_resume_point(resume, args)
     if point is not None:
         say(f"Continuing from {shown_path(point.path)}, step {point.step:,}")
+        for line in changed_keys(args, point):
+            say(f"  {folded(line, 4)}")
     with Activity("importing libraries"):
         from windlass.assemble.resolve import resolve_parallel
         from windlass.cli.screen import RunOutcome, describe_run, render_screen
         from windlass.cli.text_writer import continue_prompt
+        from windlass.dist.operations import gather_object
     # A layout that does not fit is refused before the data is read and a base is trained.
     resolve_parallel(args, world_from_environment())
     task, early = TASKS[recipe.task], early_stopping(recipe)
@@ -152,7 +156,9 @@ def _train(
         evaluation = _final_evaluation(trainer, parts.evaluation is not None)
         if parts.recipe.metric is not None:
             evaluation |= _write_predictions(trainer, parts, args)
-        if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
+        # One answer for all ranks, which save together: a shared folder may show a new name to some of them later.
+        is_saved = (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir()
+        if not any(gather_object([is_saved])):
             _save_last(trainer, args)
         after = continue_prompt(parts, trainer)
     outcome = RunOutcome(
@@ -176,16 +182,25 @@ def early_stopping(recipe: Recipe) -> EarlyStoppingCallback | None:
 
 
 def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> dict[str, float]:
-    """Write what the final weights generate for the test data, or else for the evaluation data; return its metrics."""
+    """Write what the final weights generate for the test data, or else for the evaluation data; return its metrics.
+    Collective. Raises CheckpointError on all ranks if it cannot be written.
+    """
+    from windlass.dist.gang import current
     from windlass.recipes.text_metrics import PREDICTIONS, decoded
+    from windlass.trainer.session import together
 
     chosen = parts.evaluation if parts.test is None else parts.test
     if chosen is None:
         return {}
     output = trainer.predict(chosen, metric_key_prefix="eval" if parts.test is None else "test")
-    if trainer.is_world_process_zero():
-        lines = "".join(f"{text}\n" for text in decoded(parts.tokenizer, output.predictions))
-        write_whole(run_folder(args) / PREDICTIONS, lines)
+
+    def write() -> None:
+        if trainer.is_world_process_zero():
+            lines = "".join(f"{text}\n" for text in decoded(parts.tokenizer, output.predictions))
+            write_whole(run_folder(args) / PREDICTIONS, lines)
+
+    # Else the others would wait for the first rank in their next exchange.
+    together(current(), write, (OSError,))
     return dict(output.metrics)
 
 
@@ -204,6 +219,7 @@ def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:
     if not has_data:
         return {}
     state = trainer.state
+    # With the best weights loaded at the end, the last evaluation was of other weights.
     rows = [row for row in state.log_history if "eval_loss" in row]
     if rows and rows[-1]["step"] == state.global_step and not trainer.args.load_best_model_at_end:
         return dict(rows[-1])

@@ -69,6 +69,7 @@ def serve(folder: Path, host: str, port: int, token: str, announce: Callable[[st
         shown = f"[{host}]" if ":" in host else host
         query = f"?{urlencode({'token': token})}" if token else ""
         announce(f"http://{shown}:{bound.getsockname()[1]}/{query}")
+        # Streams of events never end by themselves, so the server would wait for its pages without the limit.
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
@@ -97,6 +98,7 @@ def application(folder: Path, token: str) -> Any:
         text = await asyncio.to_thread(_page, {name: history_of(path) for name, path in runs.items()})
         return responses.HTMLResponse(text, headers=_HEADERS)
 
+    # Looks at files are made in threads: one slow disk must not stop the answers to other pages.
     async def events(request: Any) -> Any:
         runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
         if not runs:

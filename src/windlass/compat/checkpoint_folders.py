@@ -31,6 +31,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         found = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", entry.name)
         if found and entry.is_dir():
             steps[int(found[1])] = entry.name
+    # By number: by name, checkpoint-999 comes after checkpoint-1000.
     return os.path.join(folder, steps[max(steps)]) if steps else None
 
 

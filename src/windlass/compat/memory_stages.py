@@ -68,7 +68,7 @@ class TrainerMemoryTracker:
 
     def _caller(self) -> str:
         """The stage of the method that called the public method which asks."""
-        name = inspect.stack(context=0)[2].function
+        name = inspect.stack(context=0)[2].function  # without lines of source, which would be read from files
         if name not in self.stages:
             known = ", ".join(self.stages)
             raise ValueError(f"memory is measured in methods named {known}; this one is named {name}")

@@ -59,6 +59,7 @@ def load_sharded_checkpoint(
         wrong = [name for name, source in found.items() if tensors.shape(source) != tuple(state[name].shape)]
         if wrong:
             raise MisfitError(f"{path} has {len(wrong)} tensors of another shape: {shorten(wrong)}")
+        # Nothing is changed before everything is checked.
         for name, source in found.items():
             local(state[name]).copy_(tensors.read(source, part(state[name])))
     return UnmatchedNames(missing, unexpected)

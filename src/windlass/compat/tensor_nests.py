@@ -167,7 +167,7 @@ def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> An
     """
 
     def joined(part: Tensor) -> Tensor:
-        own = as_rows(part).contiguous()
+        own = as_rows(part).contiguous()  # what is sent is memory, and not a view of it
         parts = [torch.empty_like(own) for _ in range(_world_size())]
         dist.all_gather(parts, own)
         return torch.cat(parts)[:num_total_examples]

@@ -88,6 +88,7 @@ class TrlParser(HfArgumentParser):
 
 def _config_file(words: list[str]) -> tuple[Path | None, list[str]]:
     """The path after `--config`, and the other words."""
+    # Without abbreviations: `--c` may be a flag of the script.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument(_FLAG, type=Path)
     found, remaining = finder.parse_known_args(words)
@@ -101,6 +102,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     variables = values.pop("env", {})
     if not isinstance(variables, Mapping):
         raise ValueError(f"{path}: env must be a mapping of names to values")
+    # Now, before the dataclasses are made: the arguments read what a launcher sets.
     for name, value in variables.items():
         os.environ[name] = str(value)
     return values, places_in(document)

@@ -54,6 +54,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("You can't use 8 bit and 4 bit precision at the same time")
+        # A word, such as "all-linear" or a regular expression, which in a list would be the name of a module.
         if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1:
             self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]
 

@@ -77,6 +77,7 @@ def warn_of_balance(rows: Any, args: KTOConfig) -> None:
     if not isinstance(rows, PairRows):
         return
     labels = rows.numbers["label"][rows.kept].astype(bool)
+    # At least 1, as in TRL: rows of one kind alone have no ratio.
     desirable, undesirable = max(int(np.sum(labels)), 1), max(int(np.sum(~labels)), 1)
     ratio = desirable * args.desirable_weight / max(undesirable * args.undesirable_weight, 1e-30)
     if desirable != undesirable and not (_LEAST <= round(ratio, 2) <= _MOST):

@@ -30,6 +30,7 @@ class Extremes:
     ) -> None:
         self.names, self._gather = tuple(names), gather
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        # Least values are kept with the other sign, so that one maximum serves both.
         self._signs = torch.tensor(
             [-1.0 if name.startswith("min") else 1.0 for name in names], dtype=self._dtype, device=device
         )

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.callback_interface import Args, Control, TrainerCallback
-from windlass.core.errors import ConfigError, ModelError, Problem, refuse
+from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem, refuse
 from windlass.core.events import TrainerState
 from windlass.core.types import State
+from windlass.dist.sharded import local, part
 from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.frozen_reference import (
     FirstModel,
@@ -179,17 +180,25 @@ class ReferenceState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def _local(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        for parameter in self._model.parameters():
-            data: Any = parameter.data
-            found.append(data.to_local() if hasattr(data, "to_local") else data)
-        return found
-
     def state_dict(self) -> State:
-        return {str(at): tensor for at, tensor in enumerate(self._local())}
+        return {str(at): local(parameter) for at, parameter in enumerate(self._model.parameters())}
 
     def load_state_dict(self, state: State) -> None:
         with torch.no_grad():
-            for at, tensor in enumerate(self._local()):
-                tensor.copy_(state[str(at)])
+            for at, parameter in enumerate(self._model.parameters()):
+                local(parameter).copy_(state[str(at)])
+
+    def adopt(self, states: list[State]) -> None:
+        """Restore the weights of a run on another number of ranks. Raises CheckpointError if its ranks had neither
+        whole weights nor rows of them one behind another.
+        """
+        with torch.no_grad():
+            for at, parameter in enumerate(self._model.parameters()):
+                saved = [state[str(at)] for state in states]
+                value = saved[0] if saved[0].shape == parameter.shape else torch.cat(saved)
+                if value.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"the reference of sync_ref_model was saved by {len(states)} ranks in a layout that cannot be "
+                        "put together here; resume on as many ranks, with the same sharding"
+                    )
+                local(parameter).copy_(part(parameter).of(value))

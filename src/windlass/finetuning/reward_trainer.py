@@ -112,7 +112,7 @@ class RewardTrainer(FineTuner):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The mean over pairs of `-log sigmoid(chosen - rejected - margin)`, and its figures for the log."""
-        outputs = model(**model_inputs(inputs), use_cache=False)
+        outputs = model(**model_inputs(inputs), use_cache=False)  # nothing is generated after these rows
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         if logits.shape[-1] != 1:
             raise ModelError(

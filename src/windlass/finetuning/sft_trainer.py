@@ -175,6 +175,7 @@ class SFTTrainer(FineTuner):
         count = None if own_function else num_items_in_batch
         smoothing = 0.0 if own_function else self.args.label_smoothing_factor
         options = LossOptions(label_smoothing=smoothing, dynamic=self.args.loss_type == "dft")
+        # With a function of the script's it is for the figures alone: that gets the outputs of another forward.
         with torch.no_grad() if own_function else contextlib.nullcontext():
             divisor = None if count is None else torch.as_tensor(count).clamp(min=1)
             loss, found = lean_causal_lm_loss(

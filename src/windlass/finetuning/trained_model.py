@@ -62,7 +62,7 @@ def open_trained(
         model = _of_parts(folder, dtype)
     else:
         model = load_model(name, {"dtype": dtype})
-    if not getattr(model, "can_generate", bool)():
+    if not getattr(model, "can_generate", bool)():  # `bool()` is False
         raise ModelError(f"{name} holds a {type(model).__name__}, which does not generate text")
     if (tokenizer := first_tokenizer(sources)) is None:
         places = " or ".join(sources)

@@ -161,7 +161,7 @@ def open_tuned_model(
     keep_trainable(opened)
     _check_torchao(opened)
     _check_sharding(args, opened)
-    if empty:  # also what had to be read
+    if empty:  # also what had to be read, because the other process sends all weights
         to_meta(opened)
     processing_class = open_tokenizer(processing_class, opened, args, with_images)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)

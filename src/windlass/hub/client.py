@@ -106,6 +106,7 @@ class HubClient:
         """Create the repository if it does not exist, and check that the token may write there. `private`: of a new
         repository; None for the owner's default.
         """
+        # The owner of a name without one is known after this.
         with self._doing("open"):
             created = self._api.create_repo(self.repository, private=private, exist_ok=True)
             self.repository = created.repo_id
@@ -136,6 +137,7 @@ class HubClient:
             done = self._api.create_commit(
                 self.repository, [*added, *removals], commit_message=message, revision=self._revision
             )
+        # The Hub answers with success also if it applied a .gitignore, without which files of a checkpoint are missing.
         left_out = sorted(files.keys() - set(self.names(revision=done.oid)))
         if left_out:
             raise HubError(
@@ -209,5 +211,6 @@ class HubClient:
         text = redact_text(f"cannot {what} {self.address}: {': '.join(dict.fromkeys(reasons))}")
         if self._token:
             text = text.replace(self._token, "***")
+        # An argument that the package refuses before it asks the Hub is refused each time.
         never = isinstance(error, ValueError | TypeError) and status is None
         return HubError(text, passing=status in _PASSING or (status is None and not never), status=status)

@@ -69,6 +69,7 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
             for name in info.files:
                 client.fetch(f"{place}/{name}", commit, staged)
             _put(staged / place, target, manifest, info)
+        # Last: who finds the name finds the whole checkpoint.
         (staged / _NEWEST).write_text(json.dumps({address: target.name}), "utf-8")
         (staged / _NEWEST).replace(folder / STAGING / _NEWEST)
         return target

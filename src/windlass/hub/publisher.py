@@ -85,6 +85,7 @@ class Publisher:
             client.open_branch()
             remove_stale(self._folder)
             self._uploads = Uploads(client, every=settings.always, folder=self._folder)
+            # The thread is a daemon: without this, what a script saved last would end with the process.
             atexit.register(self._finish_process, os.getpid())
         return self._uploads
 
@@ -208,6 +209,7 @@ def _problem(settings: HubSettings, error: HubError, *, in_branch: bool) -> Prob
     ways = {401: "Log in with `hf auth login`, or set HF_TOKEN", 403: "Give a token that may write there"}
     if error.status in ways:
         return Problem("hub_token", HIDDEN if settings.token else None, f"{error}. {ways[error.status]}")
+    # Not refused: with the same settings the run may start later, or elsewhere.
     if error.passing:
         where = "Without a network" if error.status is None else "If the Hub stays in trouble"
         fix = f"{error}. {where} set push_to_hub=False, and upload later with `windlass checkpoint push`"

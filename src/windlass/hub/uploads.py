@@ -118,6 +118,7 @@ class Uploads:
                 report(
                     f"waiting for {len(pending)} upload(s) to the Hub, at most {left:.0f} s: {pending[0].what}"
                 )
+            # In short waits: a signal handler sets `_leaving`, and cannot wake this thread.
             wait([pending[0].commit], min(left, 0.2))
         with self._lock:
             failed, self._failed = self._failed, []

@@ -127,5 +127,6 @@ def _below(kind: Any, path: Keys) -> Iterator[Argument]:
 def find_arguments(word: str, task: str | None = None) -> list[Argument]:
     """Return the keys that `word` names: a dotted key, the last part of one, or an earlier name of one."""
     known = list(all_arguments(task))
+    # An earlier name may be another argument's name of today, which is what is meant then.
     exact = [argument for argument in known if word in (argument.dotted, argument.keys[-1])]
     return exact or [argument for argument in known if word in argument.earlier_names]

@@ -29,6 +29,7 @@ def recipe_path(word: str | Path) -> Path:
     neither.
     """
     path = Path(word).expanduser()
+    # A name with the ending is a file, also if there is none: the error names it, and no built-in recipe.
     return path if path.is_file() or path.suffix in ENDINGS else built_in(str(word))
 
 

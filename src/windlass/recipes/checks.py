@@ -99,6 +99,7 @@ def _path_problem(source: str, recipe: Recipe) -> str | None:
         return UNKNOWN_ENDING
     if problem := TASKS[recipe.task].file_problem(kind):
         return problem
+    # Otherwise reading fails with an error of the system, which does not name the key.
     if (kind == "folder") != path.is_dir():
         return f"is {'a folder' if path.is_dir() else 'a file'}, which data.format={kind} does not read"
     return None if os.access(path, os.R_OK) else "cannot be read: permission denied"
@@ -139,7 +140,7 @@ def _names(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
         yield "tokenizer.train.lowercase", True, "is for wordpiece; byte-level bpe keeps every byte"
     named = (("model.name", model.name), ("tokenizer.name", tokenizer.name)) if opens_files else ()
     for dotted, name in named:
-        if name is not None and is_folder_name(name) and not Path(name).expanduser().exists():
+        if name is not None and is_folder_name(name) and not Path(name).exists():
             yield dotted, name, "no such folder"
         checkpoints = _checkpoints_of_run(name)
         if checkpoints:
@@ -152,7 +153,7 @@ def _names(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
 
 def _checkpoints_of_run(name: str | None) -> list[Path]:
     """The checkpoints with a model in a folder that holds none itself, in order."""
-    folder = Path(name or "").expanduser()
+    folder = Path(name or "")
     if name is None or not folder.is_dir() or any((folder / file).is_file() for file in _MODEL_FILES):
         return []
     found = [

@@ -133,6 +133,7 @@ def base_of(
     tokenizer = deepcopy(parts.tokenizer)
     take_over_template(getattr(args, "chat_template_path", None), tokenizer)
     set_special_tokens(tokenizer, args)
+    # Without memory, only for its limits. It is loaded from its folder later, or trained.
     with DividedBuilding.paused(), require("torch", "train").device("meta"):
         base = new_base(spec, tokenizer)
     if takes_place():
@@ -228,6 +229,7 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         warmup_steps=0.05,
         weight_decay=0.1,
         logging_steps=50,
+        # A base takes minutes. A signal of a scheduler saves it all the same, and it is continued.
         save_strategy="no",
         seed=args.seed,
         use_cpu=args.use_cpu,

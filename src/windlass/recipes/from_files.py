@@ -169,6 +169,7 @@ def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     own = default_file(environ)
     if own.is_file():
         return own, ""
+    # As accelerate finds it, so that a machine that was set up for it launches the same way.
     home = environ.get("HF_HOME") or cache_folder(environ) / "huggingface"
     for name in (FILE_NAME, "default_config.json"):
         other = Path(home).expanduser() / "accelerate" / name
@@ -210,9 +211,18 @@ def write_file(settings: Settings, path: Path) -> None:
     _dump(to_document(settings), path)
 
 
-def updated(path: Path) -> None:
-    """Rewrite the launch file at `path` without unknown keys."""
-    _dump(without_unknown(parse_file(path)), path)
+def updated(path: Path) -> list[str]:
+    """Rewrite the launch file at `path` without unknown keys, and return those."""
+    document = parse_file(path)
+    kept = without_unknown(document)
+    _dump(kept, path)
+    removed = []
+    for word, value in document.items():
+        inner = value if isinstance(value, Mapping) and word in kept else {}
+        removed += (
+            [word] if word not in kept else [f"{word}.{name}" for name in inner if name not in kept[word]]
+        )
+    return removed
 
 
 def _dump(document: Mapping[str, Any], path: Path) -> None:

@@ -69,6 +69,7 @@ def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[
     names = sorted({label for _, label in train})
     if len(names) < 2:
         raise DataError(f"{data.train}: has images of one class only ({names[0]}); two are needed")
+    # Numbered by the training data alone: a class of the evaluation that it lacks would never be predicted.
     sets = [_images(part, names, white, data.image_size) if part else None for part in (train, held)]
     assert sets[0] is not None
     return sets[0], sets[1], names

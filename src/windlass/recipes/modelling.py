@@ -22,6 +22,7 @@ _SMALL = {
     "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
+    # Twice the default of `base.block_size`: rows of the tuning may be longer.
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
     "initializer_range": 0.06,
@@ -153,6 +154,7 @@ def config_of(of_recipe: dict[str, Any], implied: dict[str, Any], section: str =
     faults = {key: f"{no_such}{did_you_mean(key, sorted(known))}" for key in given if key not in known}
     faults |= {key: "is taken from the data; leave it out" for key in _DERIVED if key in given}
     refuse(Problem(f"{section}.{key}", given[key], fix) for key, fix in faults.items())
+    # Families have other settings; those of the recipe were checked above, and must not vanish so.
     implied = {key: value for key, value in implied.items() if key in known}
     try:
         return kind(**{**implied, **given})

@@ -49,6 +49,7 @@ def hide_loading_bars() -> None:
     those of another library, and stay.
     """
     bars = require("transformers.utils.logging", "load a model")
+    # `disable_progress_bar` would hide the bars of downloads too, which take minutes.
     set_hook = getattr(bars, "set_tqdm_hook", None)  # of recent versions
     if set_hook is not None:
         set_hook(lambda factory, arguments, options: factory(*arguments, **{**options, "disable": True}))

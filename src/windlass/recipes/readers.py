@@ -45,6 +45,7 @@ def read_records(source: str, data: DataSpec, split: str = "train") -> list[Reco
     found = list(islice(records, data.max_samples))
     if kind not in PATHLESS:
         folder = Path(source).parent
+        # As in the files of other tools; other paths of a recipe are relative to the working directory.
         found = [
             (where, {k: _placed(v, folder) if k in OF_IMAGES else v for k, v in row.items()})
             for where, row in found
@@ -117,6 +118,7 @@ def _json(path: Path, data: DataSpec) -> Iterator[Record]:
 def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_CELL)
     lines = (line + "\n" for _, line in _lines(path))
+    # Strict: otherwise a quotation mark that is never closed makes one cell of the rest of the file.
     reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     names = list(data.columns) if data.columns else None
     _refuse_twins("data.columns", names or [])
@@ -129,6 +131,7 @@ def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Itera
                 _refuse_twins(f"{path}:1", names)
                 continue
             where = f"{path}:{reader.line_num}"
+            # An unquoted delimiter in a text moves all cells after it into other columns.
             if len(cells) != len(names):
                 raise DataError(f"{where}: {len(cells)} columns, {len(names)} expected ({', '.join(names)})")
             yield where, dict(zip(names, cells, strict=True))

@@ -178,6 +178,7 @@ def read_draft(
     draft = RecipeDraft.read(path or DEFAULT)
     draft.override(overrides)
     refuse(draft.wrong_keys())
+    draft.expand_home()
     if output_dir is not None:
         draft.put(("training", "output_dir"), output_dir)
     own = _own_data(draft)
@@ -196,6 +197,7 @@ def check_draft(draft: RecipeDraft, *, opens_files: bool = True, asks_libraries:
     defaults = TASKS[recipe.task].training_defaults(recipe)
     if recipe.early_stopping is not None and evaluates(training):
         defaults = {"load_best_model_at_end": True, **defaults}
+    # Below what the recipe sets itself; conflicts and problems are those of the result.
     recipe = replace(recipe, training={**defaults, **training})
     conflicts = find_conflicts(recipe, draft, opens_files)
     problems += [conflict for conflict in conflicts if not _follows(conflict, problems)]
@@ -282,6 +284,7 @@ def find_key(name: str) -> Keys | None:
     # Keys of `base` last: they repeat some of `training`.
     for argument in sorted(all_arguments(), key=lambda found: (found.keys[0] == "base", found.is_training)):
         everywhere.setdefault(argument.keys[-1], argument.keys)
+    # The same name at another place is more likely than another name.
     return everywhere.get(name) or everywhere.get(nearest(name, everywhere) or "")
 
 

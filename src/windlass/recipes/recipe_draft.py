@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ ALTERNATIVES: dict[Keys, Keys] = {
     ("model", "name"): ("config", "model_type"),
     ("tokenizer", "name"): ("train",),
 }
+
+_PATHS = (("data", "train"), ("data", "eval"), ("data", "test"), ("data", "mixture"), ("model", "name"),
+          ("tokenizer", "name"))  # fmt: skip
 
 
 class RecipeDraft:
@@ -63,6 +67,15 @@ class RecipeDraft:
         for keys, name in _keys_of_other_types(self.values, ()):
             yield Problem(self.label(*keys), name, f"is not a name; quote it: {keys[-1]!r}")
 
+    def expand_home(self) -> None:
+        """Write out `~` in the paths of data, model and tokenizer. A shell does it on a command line alone, and the
+        libraries that load them take it for a part of a name.
+        """
+        for section, key in _PATHS:
+            values = self.values.get(section)
+            if isinstance(values, dict) and key in values:
+                values[key] = _at_home(values[key])
+
     def section(self, name: str) -> Any:
         """Return the values of a section; an empty mapping if the recipe has none."""
         return self.values.get(name) or {}
@@ -99,6 +112,7 @@ class RecipeDraft:
 
     def is_overridden(self, *keys: str) -> bool:
         """Return True if this value, or a section around it, was given as an override."""
+        # Of a section as a whole too: `data={train: x}` on the command line replaces all of the file's section.
         return any(keys[:depth] in self._overridden for depth in range(1, len(keys) + 1))
 
     def label(self, *keys: str) -> str:
@@ -110,6 +124,14 @@ class RecipeDraft:
                 if line is not None:
                     return f"{self._source}:{line}: {'.'.join(keys)}"
         return ".".join(keys)
+
+
+def _at_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_at_home(path) for path in value]
+    if isinstance(value, dict):
+        return {_at_home(path): weight for path, weight in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _keys_of_other_types(values: Any, path: Keys) -> Iterator[tuple[Keys, object]]:

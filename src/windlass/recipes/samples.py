@@ -53,6 +53,7 @@ def pack(texts: Sequence[str], tokenizer: Any, block: int, kind: type[Blocks] = 
     end = tokenizer.eos_token_id
     encoded = _encode(texts, tokenizer, add_special_tokens=False)
     pieces = [np.asarray(ids if end is None else [*ids, end], dtype=np.int64) for ids in encoded]
+    # In an array of numpy: a list of Python's integers would take several times as much.
     tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
     if len(tokens) < 2:
         raise DataError("the text has no tokens to train on")

@@ -42,6 +42,7 @@ def hold_out(rows: list[Any], amount: str, fraction: float, seed: int) -> tuple[
             f"{amount} cannot give data.eval_fraction={fraction} for evaluation; name data.eval, raise the fraction, "
             "or set it to 0"
         )
+    # At random, because files are often sorted by class or by source.
     held = set(random.Random(derive_seed(STREAM_ORDER, seed)).sample(range(len(rows)), count))
     return [row for index, row in enumerate(rows) if index not in held], [rows[i] for i in sorted(held)]
 

@@ -105,6 +105,7 @@ class Task(ABC):
         """Return the trainer of new weights (seeded by `args.seed`) or those of the named model."""
         from windlass.core.rng import set_seed
 
+        # New weights depend on the seed alone, and not on what drew random numbers while the data was read.
         set_seed(args.seed)
         model = self.build_model(parts)
         return self.trainer_class()(

@@ -55,6 +55,7 @@ class TextTask(Task):
         train, held = load_records(data, args.seed, cut_texts=PLAIN_TEXT[0] in self.own_formats)
         text = [text for column in self.text_columns(data) for text in texts(train, column)]
         tokenizer = build_tokenizer(recipe, self.tokenizer_kind, text, saved_tokenizer)
+        # Of the training data alone: classes that only the evaluation has are reported as unknown.
         labels = self.label_names(train, data)
         test = read_records(data.test, data) if data.test else []
         samples, evaluation, tested = (

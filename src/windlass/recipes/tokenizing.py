@@ -122,6 +122,7 @@ def _byte_level_bpe(texts: Sequence[str], vocab_size: int, specials: list[str]) 
     trainer = tk.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=specials,
+        # All 256 bytes, also those that the text lacks: evaluation and prompts may have them.
         initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -25,6 +25,7 @@ from windlass.text.tables import is_stream, open_stream
 from windlass.text.text_options import TextOptions
 
 Rows = Sequence[Mapping[str, Any]] | DatasetMixture
+# Of a stream, which may have no end: enough text for a tokenizer and a small base.
 _FIRST_ROWS = 1000
 _KINDS = ("text", "image")  # of parts of messages
 # Of a new tokenizer: the name of each role and its text, up to an end token.
@@ -69,6 +70,7 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     # One file of evaluation data, or a part of each source.
     held_out = list(parts.values())[:1] if data.eval else parts.values()
     held = tuning_rows([record for _, records in held_out for record in records], data)
+    # One dataset is evaluated, and its rows are prepared by the form of the first.
     forms = {tuple(sorted(row)) for row in held}
     if len(parts) > 1 and len(forms) > 1:
         shown = "; ".join(", ".join(form) for form in sorted(forms))

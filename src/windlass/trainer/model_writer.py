@@ -24,12 +24,19 @@ from windlass.checkpoint.pretrained import (
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.weights import LARGEST_FILE, WEIGHTS_NAME, save_weights
 from windlass.core.locations import local_folder
-from windlass.core.logs import showing_place
+from windlass.core.logs import get_job_logger, showing_place, warn_once
 from windlass.core.module_state import bare, state_of
 from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
+
+logger = get_job_logger(__name__)
+_WHOLE = (
+    "the peft model trains other weights beside its adapter, or prompts from an encoder with layers: all of its "
+    "weights are saved, under names that only the same peft model has, so from_pretrained does not read them. For a "
+    "folder with the adapter alone, which peft reads, call trainer.model.save_pretrained(FOLDER)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,10 @@ class ModelWriter:
         adapter, model = self.adapter, bare(self.model)
         if adapter is not None:
             return _written(adapter.save_config, target)  # the base model was published with its own
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            # With the configuration of the base, `from_pretrained` would find none of the names and draw new weights.
+            warn_once(logger, _WHOLE)
+            return {}
         return _written(partial(write_configurations, model), target) if has_configurations(model) else {}
 
     def small_files(self, target: Path, beside: WrittenBeside) -> dict[str, bytes]:

@@ -103,6 +103,10 @@ def fetched(resume: Any, args: TrainingArguments, all_ranks: Gang, folder: RunFo
 
 def _settings(args: TrainingArguments, token: str | None = None, revision: str | None = None) -> HubSettings:
     strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
+    wait = seconds(args.hub_wait)
+    if args.world_size > 1:
+        # The other ranks wait for this one in their next exchange, which fails after `ddp_timeout`.
+        wait = min(wait, args.ddp_timeout_delta.total_seconds() / 2)
     return HubSettings(
         repository(args),
         token or args.hub_token,
@@ -110,5 +114,5 @@ def _settings(args: TrainingArguments, token: str | None = None, revision: str |
         strategy,
         args.hub_always_push,
         revision or args.hub_revision or None,
-        seconds(args.hub_wait),
+        wait,
     )

@@ -35,4 +35,5 @@ def to_text(plan: LaunchPlan) -> str:
 def from_text(text: str) -> LaunchPlan:
     """Return the plan of `to_text`."""
     content = json.loads(text)
+    # JSON has no tuples, and plans are compared.
     return LaunchPlan(**{**content, "arguments": tuple(content["arguments"])})

@@ -353,6 +353,7 @@ class Watch:
         if not (done or elsewhere) or not waiting:
             self._alone_since = None
             return False
+        # Not at once: the one that ended may have left its mark of joining unwritten, and the others be about to join.
         if self._alone_since is None:
             self._alone_since = now
         return elsewhere or self.ended_early() or now - self._alone_since > _JOINING_SECONDS
@@ -396,6 +397,7 @@ class Watch:
         deadline = time.monotonic() + _STACKS_SECONDS
         sizes: list[int] = []
         while time.monotonic() < deadline:
+            # A stack is whole once its file has not grown between two looks; only its writer knows how long it will be.
             before, sizes = sizes, [len(process.lookout.stacks()) for process in asked]
             if all(sizes) and sizes == before:
                 return

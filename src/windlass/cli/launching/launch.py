@@ -59,6 +59,7 @@ def resolve_launch(
             *parallel_problems(settings, _world(plan)),
         ]
     )
+    # Only for a launch that takes place: of one that is refused the problems are enough.
     for note in [*settings.notes, *token_notes(plan, environ), *misplaced_flags(plan)]:
         warn_once(logger, note)
     return replace(plan, environment=_environment(plan, here))
@@ -102,6 +103,7 @@ def _processes(settings: Settings, devices: int) -> int:
 
 
 def _world(plan: LaunchPlan) -> World:
+    # Wrong sizes are reported by `launch_problems`; the rules on layouts must not fail on them before.
     size = max(plan.processes, 1)
     return World(0, size, 0, max(size // plan.machines, 1))
 

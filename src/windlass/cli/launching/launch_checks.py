@@ -24,6 +24,7 @@ from windlass.dist.listening import can_listen, is_loopback
 
 logger = get_logger(__name__)
 TOKEN_VARIABLE = "WINDLASS_RDZV_TOKEN"
+# Characters; in hex they are 64 bits, too many to be found by trying.
 _LEAST_LENGTH = 16
 
 
@@ -139,6 +140,7 @@ def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
     yield from _multi_gpu(plan.settings)
     if not _TEE.fullmatch(plan.tee):
         yield _problem(plan, rows.TEE, "must be 0, 1, 2 or 3, or RANK:N pairs with commas between them")
+    # What another engine decides is refused also if it would do no harm: a value without an effect misleads.
     yield from _left_to_engine(plan)
     if plan.engine == "local":
         # The machines of a cluster are not this machine.
@@ -190,6 +192,7 @@ def misplaced_flags(plan: LaunchPlan) -> Iterator[str]:
 
 
 def _is_module(name: str) -> bool:
+    # Only the package: to look for a module in it would import the package, and with it much of the script.
     first = name.partition(".")[0]
     # The working directory is on the path of the script, and not always on that of the launcher.
     if Path(f"{first}.py").is_file() or Path(first).is_dir():

@@ -51,6 +51,7 @@ def run(plan: LaunchPlan) -> int:
     """
     quiet_elastic()
     requeue = Requeue(plan.max_requeues) if plan.requeue else None
+    # Before the variable is removed, and once for all runs of a job that is requeued.
     token = read_token(plan.token_file, os.environ) if plan.machines > 1 else None
     os.environ.pop(TOKEN_VARIABLE, None)  # a secret that only launchers need
     try:
@@ -70,6 +71,7 @@ def _run_once(plan: LaunchPlan, token: str | None) -> tuple[int, bool]:
     try:
         return _run_in(folder, plan, token)
     finally:
+        # A job that succeeds leaves nothing behind in the temporary folder.
         if plan.log_dir is None and not any(folder.glob("attempt-*/report.txt")):
             shutil.rmtree(folder, ignore_errors=True)  # no report names it
 
@@ -85,6 +87,7 @@ def _run_in(folder: Path, plan: LaunchPlan, token: str | None) -> tuple[int, boo
         agent = _agent(plan, meet(meeting), folder)
     except (MeetingError, RendezvousError) as error:
         return _unreachable(error, meeting), False
+    # Torch's agent raises for a signal, returns a failed result for a failure, and both may follow an orderly exit.
     succeeded = False
     try:
         succeeded = not agent.run().is_failed()
@@ -136,11 +139,7 @@ def command(plan: LaunchPlan) -> list[str]:
 
 
 def _meeting(plan: LaunchPlan, token: str | None = None) -> Meeting:
-    options = dict(plan.rendezvous_options)
-    run_id, wait = str(options.pop("id", "windlass")), _wait(options)
-    if options:
-        fix = "is an option of torch's rendezvous, which is not used; id, timeout and join_timeout are the options"
-        raise ConfigError([Problem(f"--rdzv_conf {name}", value, fix) for name, value in options.items()])
+    run_id, wait = rendezvous_options(plan.rendezvous_options, "--rdzv_conf {}")
     if plan.machines == 1:
         return Meeting(_LOCALHOST, plan.main_port or 0, 1, 0, True, uuid.uuid4().hex, wait)
     address, port = plan.main_address or _LOCALHOST, plan.main_port or 29500
@@ -151,16 +150,24 @@ def _meeting(plan: LaunchPlan, token: str | None = None) -> Meeting:
     return Meeting(address, port, plan.machines, rank, hosts, run_id, wait, token)
 
 
-def _wait(options: dict[str, Any]) -> int:
-    """Seconds that machines wait for each other: `timeout` of torch's static rendezvous, `join_timeout` of c10d."""
-    given = {name: options.pop(name) for name in ("timeout", "join_timeout") if name in options}
-    fix = "must be a whole number of seconds"
-    refuse(
-        Problem(f"--rdzv_conf {name}", value, fix)
-        for name, value in given.items()
-        if not str(value).isdecimal()
+def rendezvous_options(options: Mapping[str, Any], field: str) -> tuple[str, int]:
+    """Return the name of the job, and the seconds that machines wait for each other: `timeout` of torch's static
+    rendezvous, `join_timeout` of its c10d. Raises ConfigError for other options of theirs.
+
+    Args:
+        field: how errors call an option, with `{}` in place of its name.
+    """
+    waits = ("timeout", "join_timeout")
+    unused = (
+        "is an option of torch's rendezvous, which is not used; id, timeout and join_timeout are the options"
     )
-    return max(map(int, given.values()), default=DEFAULT_WAIT_SECONDS)
+    refuse(
+        Problem(field.format(name), value, "must be a whole number of seconds" if name in waits else unused)
+        for name, value in options.items()
+        if name != "id" and not (name in waits and str(value).isdecimal())
+    )
+    seconds = [int(value) for name, value in options.items() if name in waits]
+    return str(options.get("id", "windlass")), max(seconds, default=DEFAULT_WAIT_SECONDS)
 
 
 def _folder(plan: LaunchPlan) -> Path:

@@ -131,8 +131,10 @@ class OtherMachines(Peers):
         if self.all_ended:
             return []
         silence = now - self._answered
+        # Without the store nothing is known of the others, and machine 0, which holds it, is what is missing.
         if self._broken or silence > limit:
             return [] if self._me == 0 or 0 in self._reported else [self._lost(0, silence)]
+        # The store answers and machine 0 writes nothing: what its summary has of the others is old.
         if self._me != 0 and now - self._seen[0][1] > limit:
             return [self._lost(0, now - self._seen[0][1])]
         return [
@@ -144,6 +146,7 @@ class OtherMachines(Peers):
     def leave(self) -> None:
         self._send(state="leaves")
         end = time.monotonic() + _LEAVE_SECONDS
+        # The store ends with this process, and a machine that still reads it would report this one as lost.
         while self._me == 0 and not self._broken and time.monotonic() < end:
             if all(message.get("state") == "leaves" for message, _ in self._seen.values()):
                 break
@@ -189,9 +192,11 @@ class OtherMachines(Peers):
 
     def _exchange(self) -> None:
         store = self._store
+        # Before the message that announces it: who reads the message finds the incident without a wait.
         if self._incident is not None:
             store.set(f"incident/{self._me}", self._incident)
         store.set(_key(self._me), json.dumps({**self._message, "beat": self._beat}))
+        # One summary, so that a machine makes two requests a second however many machines there are.
         if self._me == 0:
             for rank, text in zip(self._seen, store.multi_get([*map(_key, self._seen)]), strict=True):
                 message = json.loads(text)
@@ -210,6 +215,7 @@ class OtherMachines(Peers):
 
     def _read_summary(self, summary: dict[str, Any]) -> None:
         now, messages, silent = time.monotonic(), summary.get("messages", {}), summary.get("silent", {})
+        # The message of machine 0 counts its beats. If that count is the same, its other silences are old.
         is_new = messages.get("0") != self._seen[0][0]
         for rank, (before, at) in self._seen.items():
             arrived = now - silent.get(str(rank), 0.0) if is_new else at

@@ -30,6 +30,8 @@ _CLUSTERS = ("slurm", "local")
 # executor, which needs one, gets a year.
 _NO_LIMIT: dict[str, dict[str, Any]] = {"slurm": {"time": None}, "local": {"timeout_min": 365 * 24 * 60}}
 _LIMITS = {"slurm": frozenset({"time", "timeout_min"}), "local": frozenset({"timeout_min"})}
+# The port of a job follows from its number, so that jobs on one machine do not meet. Below 32768, from where on Linux
+# picks the ports of connections.
 _FIRST_PORT, _PORTS = 20000, 10000
 
 
@@ -48,6 +50,7 @@ class NodeJob:
         number = int("".join(letter for letter in here.raw_job_id if letter.isdigit()) or 0)
         code = local.run(plan_of_node(from_text(self.plan), int(here.node), list(here.hostnames), number))
         _code_file(self.folder, here.job_id, int(here.node)).write_text(str(code))
+        # Submitit takes a task that returns for one that succeeded.
         if code:
             raise SystemExit(code)
         return code
@@ -157,6 +160,7 @@ def _token_file(folder: str) -> str:
     """Write a new token for this job, readable by its owner only."""
     path = Path(folder) / f"{uuid.uuid4().hex}.token"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Its mode from the beginning: with `chmod` afterwards another user could have opened it before.
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
     return str(path)

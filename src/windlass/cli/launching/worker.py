@@ -68,6 +68,7 @@ def main(words: Sequence[str]) -> None:
             raise
         sys.exit(EXIT_INTERRUPTED)  # one process shows where it was
     except Exception as error:
+        # The frames of this file and of runpy are the same in every traceback, and not the user's.
         error.__traceback__ = of_the_script(error.__traceback__)
         record(error, os.environ)
         # As after any uncaught exception; torch puts the rank before each line.
@@ -77,6 +78,7 @@ def main(words: Sequence[str]) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     except SystemExit as leaving:
+        # With another code the process failed, and the last mark tells where.
         if not leaving.code:
             mark_end()
         raise

@@ -24,9 +24,11 @@ def worker_environment(plan: LaunchPlan) -> dict[str, str]:
     bind = 1 < local <= cores if plan.bind_cores is None else plan.bind_cores
     found = {
         **_interface(plan),
+        # PyTorch's default is all cores in each process: they would compete for them, and spin while they wait.
         "OMP_NUM_THREADS": str(plan.threads or max(1, cores // local)),
         BIND_VARIABLE: "1" if bind else "0",
     }
+    # A flag is said for this launch; a variable of the user, for all programs, replaces what is derived.
     kept = {} if plan.threads else {"OMP_NUM_THREADS"} & os.environ.keys()
     return {key: value for key, value in found.items() if key not in kept} | dict(plan.environment)
 

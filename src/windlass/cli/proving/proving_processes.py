@@ -24,6 +24,7 @@ from windlass.core.optional import require
 from windlass.dist.listening import free_port
 from windlass.dist.variables import environment_of
 
+# What each process of a trial needs, imported once before all of them are forked: it takes seconds.
 _PRELOADED = (
     "windlass.cli.proving.proving_rank",
     "windlass.trainer.preparation",
@@ -110,6 +111,7 @@ class StartedTraining:
 
     def wait(self) -> EndedTraining:
         """Wait for the end of all of them. Those that are left when one failed are ended."""
+        # A layout with a fault may wait forever: a collective that some ranks do not reach is one such fault.
         end = time.monotonic() + LIMIT
         codes: dict[int, int] = {}
         while alive := [process for process in self.processes if process.is_alive()]:
@@ -157,6 +159,7 @@ class ProvingProcesses:
         self._folder, self._count = folder, 0
         self._started: list[StartedTraining] = []
         forks = "forkserver" in multiprocessing.get_all_start_methods()
+        # A fork of this process itself could hang: it has threads of PyTorch by now.
         self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             from multiprocessing import forkserver

@@ -121,6 +121,7 @@ def run_rank(trial: SmallTraining, rank: int, port: int, folder: str) -> None:
     """
     place = Path(folder)
     _redirect(place / OUTPUT.format(rank))
+    # As many processes as the layout has share this machine's cores; and sums have one order.
     torch.set_num_threads(1)
     _enter(rank, trial.layout.processes, port)
     report: dict[str, Any] = {}

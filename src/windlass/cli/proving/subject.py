@@ -129,6 +129,7 @@ def _layout(args: TrainingArguments) -> AxisLayout:
         raise ConfigError(Problem("training.deepspeed", "set", fix))
     keys = (rows.MESH_REPLICAS, rows.MESH_SHARDS, rows.MESH_EXPERT, *rows.MODEL_AXES)
     layout = AxisLayout.parse(",".join(f"{key.words[-1]}={settings.value(key)}" for key in keys), "parallel")
+    # How many shards there are follows from the number of processes, which a recipe does not know.
     if is_sharded(settings) and "dp_shard" not in layout.axes:
         return AxisLayout.of({**dict(layout.sizes), "dp_shard": 2})
     return layout

@@ -52,7 +52,7 @@ def _modules(module: nn.Module, preload: list[str] | None) -> Iterator[tuple[str
     waiting = [("", module)]
     while waiting:
         name, part = waiting.pop()
-        if id(part) in seen:
+        if id(part) in seen:  # registered under two names: two hooks would load its weights twice
             continue
         seen.add(id(part))
         yield name, part

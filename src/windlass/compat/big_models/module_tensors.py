@@ -47,6 +47,7 @@ def renewed(param: nn.Parameter, data: Tensor) -> nn.Parameter:
         new = nn.Parameter(data, requires_grad=param.requires_grad)
         new.__dict__.update(param.__dict__)
         return new
+    # Classes such as those of packed weights take their attributes in the constructor.
     return type(param)(data, requires_grad=param.requires_grad, **param.__dict__)
 
 
@@ -152,6 +153,7 @@ def _placed(
     source = old if value is None else value
     wanted = old.dtype
     if dtype is not None:
+        # Integers are positions, packed weights or masks, which mean something else in another type.
         wanted = dtype if source.is_floating_point() else source.dtype
     if value is None and old.device == device and old.dtype == wanted:
         return old
@@ -267,6 +269,6 @@ def _moved(module: nn.Module, device: Place | None) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             moved = get_tensor(module, name)
-            if moved is not original and not moved.is_meta:
+            if moved is not original and not moved.is_meta:  # the body may have changed it in place
                 original.data.copy_(moved.data)
             put_tensor(module, name, original)

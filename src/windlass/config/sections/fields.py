@@ -444,7 +444,8 @@ class RunningSection:
     )
     hub_wait: float | str = setting(
         600.0,
-        "How long a run that ends waits for its uploads to the Hub, in seconds or as '10min'.",
+        "How long a run that ends waits for its uploads to the Hub, in seconds or as '10min'; with several processes "
+        "at most half of ddp_timeout.",
         read=kinds.seconds,
     )
     dataloader_start_timeout: float = setting(
