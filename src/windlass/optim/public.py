@@ -24,6 +24,7 @@ def get_scheduler(
     """The schedule called `name` as a torch scheduler. Raises ConfigError for an unknown name or option, or a number of
     steps that this schedule needs and was not given.
     """
+    # Scripts pass members of transformers' enumeration `SchedulerType` too.
     name = str(getattr(name, "value", name))
     options = scheduler_specific_kwargs or {}
     if name in METRIC_DRIVEN:

@@ -42,6 +42,7 @@ def bnb_rmsprop(plan: OptimizerPlan) -> Recipe:
 def _recipe(plan: OptimizerPlan, name: str, options: dict[str, Any], pages: bool = True) -> Recipe:
     library = bitsandbytes_library(f"use optim={plan.name!r}").optim
     kwargs = {"lr": plan.learning_rate, **options, "optim_bits": 8 if "8bit" in plan.name else 32}
+    # RMSprop of bitsandbytes has no `is_paged`.
     if pages:
         kwargs["is_paged"] = "paged" in plan.name
     return _with_start_state(getattr(library, name), plan.name), kwargs
