@@ -324,6 +324,7 @@ class DataCollatorForSeq2Seq:
     def __call__(self, features: Features, return_tensors: str | None = None) -> Any:
         chosen = return_tensors or self.return_tensors
         labels, inputs, _ = _without_labels(features)
+        # Samples of inference may have the column without labels.
         if labels is not None and all(label is None for label in labels):
             labels = None
         batch = pad_quietly(self.tokenizer, inputs, return_tensors=chosen, **_padding(self))
