@@ -115,6 +115,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     for start in range(0, a.numel(), _PIECE):
         piece = a[start : start + _PIECE].to(wide) - b[start : start + _PIECE].to(wide)
+        # Not Python's `max`, which would lose a NaN.
         largest = torch.maximum(largest, piece.abs().max())
     return float(largest)
 

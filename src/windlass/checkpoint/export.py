@@ -203,6 +203,8 @@ def _put(new: Path, target: Path, files: Files) -> None:
     """Rename the complete folder. A folder that it replaces is removed afterwards."""
     old = _aside(target)
     if target.exists():
+        # A rename does not replace a folder that has entries. If the process ends between the two, `_recover`
+        # undoes this.
         files.rename(target, old)
     try:
         files.rename(new, target)

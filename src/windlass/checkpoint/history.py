@@ -185,6 +185,7 @@ class HistoryKeeper:
         )
         for index in (*changed, *range(known, len(rows))):
             line, copy = _encoded_row(rows[index])
+            # Slices: they replace a row that is known, and append one that is not.
             self._lines[index : index + 1], self._copies[index : index + 1] = [line], [copy]
 
     def _drop_changed(self, history: list[Row]) -> None:
@@ -265,6 +266,7 @@ def _read(checkpoint: Stored, name: str, count: int) -> list[Row]:
     path, data = checkpoint.info.path / name, checkpoint.read_shared_file(name)
     # A line break within a text is written as \n, so each one here ends a row.
     rows = strict_json.parse(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]", str(path))
+    # Decoding visits every value, and few rows have one that JSON lacks.
     rows = codec.decode(rows, {}) if b'"$' in data else rows
     if len(rows) != count:
         raise CheckpointError(
@@ -276,6 +278,7 @@ def _read(checkpoint: Stored, name: str, count: int) -> list[Row]:
 def _encoded_row(row: Any) -> tuple[str, Any]:
     """A row as JSON, and a copy that is unequal to the row once that has changed."""
     tree = _encoded(row)
+    # A copy shares what is within a container, so that a change there would not be seen.
     plain = isinstance(row, dict) and all(isinstance(value, _PLAIN) for value in row.values())
     return json.dumps(tree, allow_nan=False), dict(row) if plain else _NEVER_EQUAL
 
@@ -295,5 +298,6 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    # Not the time of the inode's change, which each further link sets.
     status = os.stat(path, follow_symlinks=False)
     return status.st_size, status.st_mtime_ns

@@ -47,6 +47,7 @@ class MirroredStore(Store):
         try:
             self.mirror.upload_loose()
             there = {one.info.order for one in self.mirror.list()}
+            # Those here: `whole` of this class lists the remote folder.
             for info in super().whole():
                 if info.order not in there:
                     self.mirror.upload(info)

@@ -162,6 +162,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
             # Not earlier: a state that is refused leaves the optimizer as it was.
             if parameter in fresh:
                 optimizer.state[parameter] = fresh.pop(parameter)
+            # A parameter of another stage has neither state nor memory here.
             if not isinstance(parameter, Absent):
                 _load_parameter(optimizer, group, parameter, state["state"].get(names[id(parameter)]))
 

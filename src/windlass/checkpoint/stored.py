@@ -150,6 +150,7 @@ def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -
 def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: ExitStack) -> None:
     path = folder.path / index_file
     index = strict_json.read(path, folder.files)
+    # As accelerate reads an index: it may be the map itself.
     places = index.get("weight_map", index) if isinstance(index, dict) else None
     if (
         not isinstance(places, dict)

@@ -145,6 +145,7 @@ class Forecast:
             dtype, (dtype, "fp32")
         )
         rate = next((board.rates[name] for name in names if name in board.rates), board.rates["fp32"])
+        # A `Board` has 10^12 operations and 10^9 bytes a second.
         return max(flops / (rate * 1e12), nbytes / (board.bandwidth * 1e9))
 
     @property

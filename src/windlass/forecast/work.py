@@ -79,6 +79,7 @@ def _attention_backward(
 
 
 def _grouped(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    # If the groups divide the columns of `other`, each column is multiplied with one of the matrices only.
     rows = one.numel() // (len(one) if (one.ndim, other.ndim) == (3, 2) else 1)
     return 2 * rows * other.shape[-1]
 

@@ -62,6 +62,7 @@ def _with_start_state(base: Callable[..., Any], name: str) -> type[torch.optim.O
             number = next(i for i, other in enumerate(groups) if other is group)
             place = next(i for i, other in enumerate(group["params"]) if other is parameter)
             self.init_state(group, parameter, number, place)
+            # The library puts it into `state`, where a checkpoint is installed only once all of it is checked.
             return dict(self.state.pop(parameter))
 
     WithStartState.__name__ = WithStartState.__qualname__ = str(getattr(base, "__name__", name))
