@@ -154,6 +154,7 @@ def plain_collate(samples: list[Any]) -> Any:
     """PyTorch's `default_collate`, with a faster path for tuples of tensors."""
     first = samples[0]
     if (
+        # Not subclasses: `default_collate` makes a named tuple of named tuples.
         type(first) is tuple
         and all(type(value) is torch.Tensor for value in first)
         and len(set(map(len, samples))) == 1

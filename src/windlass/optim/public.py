@@ -29,6 +29,7 @@ def get_scheduler(
     options = scheduler_specific_kwargs or {}
     if name in METRIC_DRIVEN:
         return build_metric_driven(name, optimizer, options)
+    # A name that is not known is refused below, with those that are.
     if num_warmup_steps is None and name not in WITHOUT_WARMUP and name in SCHEDULE_NAMES:
         raise ConfigError(
             Problem("num_warmup_steps", None, f"the {name} schedule needs it; 0 for no warm-up")
