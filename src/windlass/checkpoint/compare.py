@@ -58,6 +58,7 @@ class Comparison:
 def compare(first: Folder, second: Folder) -> Comparison:
     """Compare two checkpoints, or folders of a model; they may have been written in different layouts."""
     for folder in (first, second):
+        # Raises if one of them has none, before anything of the other is read.
         find_weights(folder)
     found = Comparison([])
     for where, opener in _tensor_groups(first, second):

@@ -107,6 +107,7 @@ def export_folder(
     the complete folder before it has that name; what it writes must be durable.
     """
     files = files or Files()
+    # First: an interrupted export may have left the folder that is checked next under its temporary name.
     _recover(target, files)
     _check_place(target, options)
     weights = find_weights(source)

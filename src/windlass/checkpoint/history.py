@@ -162,6 +162,7 @@ class HistoryKeeper:
             home = checkpoint.info.path / name
             segment = Segment(first, history[first : first + count], None, checkpoint.info.files[name], home)
             with contextlib.suppress(OSError):
+                # Without a stamp the file is copied and checked, and not linked.
                 segment.stamp = _stamp(home)
             self._segments.append(segment)
 
@@ -235,6 +236,7 @@ def checked_state(path: Path, state: Any) -> dict[str, Any]:
     if not isinstance(state, dict) or "global_step" not in state:
         raise CheckpointError(f"{path} is not the state of a Trainer: it has no global_step")
     for name, kinds in _STATE_TYPES.items():
+        # One that is missing counts as an empty value of its type.
         value = state.get(name, kinds[0]())
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise CheckpointError(f"{path} is malformed: {name} is a {type(value).__name__}")

@@ -62,9 +62,9 @@ class RemoteFolder:
     def names(self, folder: str = "") -> list[str]:
         """Names in a folder; none if it does not exist."""
         with self._doing("list", folder):
+            # fsspec may remember listings, which other processes have made out of date.
             self._system.invalidate_cache()
             try:
-                # fsspec may remember listings, which other processes have made out of date.
                 found = self._system.ls(self._at(folder), detail=False)
             except FileNotFoundError:
                 return []

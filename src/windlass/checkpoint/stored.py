@@ -137,7 +137,7 @@ def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -
     if folder.is_file():
         load_weights(folder, model, files=files)
         return
-    # The caller's files know what was verified already, and do not hash it again.
+    # The caller's: those of an open checkpoint know what was verified, and do not hash it again.
     source = replace(open_folder(folder), files=files)
     name = find_weights(source)
     if name == ADAPTER_WEIGHTS:

@@ -108,6 +108,7 @@ class _JoinedPairs:
         for tokens, context in branches:
             context = max(context, 1)  # nothing predicts the first token of a sequence
             end = len(self.ids) + len(tokens)
+            # The place before a token predicts it.
             self.places.append(range(len(self.ids) + context - 1, end - 1))
             self._append(tokens, len(prefix), context)
             self.lengths.append(len(prefix) + len(tokens))

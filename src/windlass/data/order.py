@@ -191,6 +191,7 @@ class SamplerOrder(Order):
             )
         self.sampler = sampler
         self._generators = own_generators(sampler, *ordering_parts(sampler))
+        # The length is known only once the sampler was run through; see `__len__`.
         super().__init__(0, seed)
 
     def __len__(self) -> int:

@@ -82,6 +82,7 @@ class Reading:
         with self._sandbox:
             try:
                 for index in range(self._position, self._position + count):
+                    # Before each sample, not once: a pass that is entered in the middle draws the same.
                     self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch, index))
                     samples.append(next(self._stream))
             except StopIteration:

@@ -151,6 +151,7 @@ def _shown(name: str) -> str:
 
 def _ranks(args: Sequence[Any]) -> tuple[int, ...] | None:
     for value in args:
+        # Operations of c10d get the group itself, functional collectives its name as their last text.
         if isinstance(value, torch.ScriptObject):
             try:
                 group = dist.ProcessGroup.unbox(value)

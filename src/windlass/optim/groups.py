@@ -74,6 +74,7 @@ def parameter_groups(
     pattern_of = _matched(trainable, plan.groups)
     names = set(decay_parameter_names(model) if decaying is None else decaying)
     rows = []
+    # None: the parameters that no pattern matches.
     everything: list[tuple[str | None, dict[str, Any]]] = [(None, {}), *plan.groups.items()]
     for pattern, options in everything:
         own = [name for name in trainable if pattern_of.get(name) == pattern]

@@ -108,6 +108,8 @@ class FactorSchedule(LRScheduler):
         self.base_lrs: list[float | torch.Tensor] = []
         self._tensor_lrs = False
         self._adopt_groups()
+        # As the constructors of torch's schedulers do: the rate of the first update is in the optimizer from now
+        # on.
         self.set(0)
 
     @property
@@ -207,6 +209,7 @@ class UserSchedule:
 
     def set(self, step: int) -> None:
         """Record the learning rates of this update, which the scheduler has set."""
+        # `advance` sets those of the next update before these are logged.
         self._seen = self._read()
 
     def advance(self) -> None:
@@ -342,6 +345,7 @@ def _warn_of_warmup(name: str, warmup_steps: int) -> None:
 
 
 def _asks_for_metric(scheduler: Any) -> bool:
+    # `ReduceLROnPlateau.step(metrics)` requires it; `step(epoch=None)` of others does not.
     first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return first is not None and first.kind not in variadic and first.default is inspect.Parameter.empty
