@@ -133,8 +133,8 @@ def _flat(params: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def _fused_fits(parameters: Iterable[torch.Tensor]) -> bool:
-    # Those of `torch.utils._foreach_utils._get_fused_kernels_supported_devices`: any other makes torch raise an
-    # error.
+    # Those of `torch.utils._foreach_utils._get_fused_kernels_supported_devices` but for plugins' devices, whose
+    # kernels are not known here: on a device without one torch raises an error.
     devices = {"cpu", "cuda", "xpu", "mps", "hpu", "mtia"}
     return all(p.device.type in devices and p.is_floating_point() for p in parameters)
 
