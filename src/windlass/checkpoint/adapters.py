@@ -169,7 +169,8 @@ def checksum(tensor: Tensor) -> int:
     for start in range(0, flat.numel(), _CHUNK):
         bits = flat[start : start + _CHUNK].contiguous().view(_BITS[flat.element_size()]).to(torch.int64)
         place = torch.arange(start, start + bits.numel(), device=flat.device)
-        # Overflows wrap alike on all devices; odd factors lose no bit.
+        # Overflows wrap alike on all devices; odd factors lose no bit. This one is the multiplier of Knuth's MMIX
+        # generator. The shift brings high bits down, because a product carries differences upwards only.
         mixed = (bits + place) * 0x5851F42D4C957F2D
         total += (mixed.bitwise_xor(mixed >> 29) * (2 * place + 1)).sum()
     return int(total)

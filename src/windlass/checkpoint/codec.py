@@ -91,6 +91,8 @@ class _Encoder:
             raise CheckpointError(
                 f"state {_show(path[:5])}... is nested more than {MAX_DEPTH} deep (a cycle?)"
             )
+        # By type, here and below: a subclass (an `IntEnum`, `numpy.float64`, a named tuple) would come back as
+        # its base.
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
@@ -111,6 +113,7 @@ class _Encoder:
         if isinstance(value, Tensor):
             return self._tensor("$tensor", value, path)
         if kind is bytes:
+            # A copy: torch warns of memory that it cannot write.
             return self._tensor("$bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy()), path)
         # A masked array would come back without its mask.
         if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
@@ -157,6 +160,7 @@ class _Encoder:
     def _tensor(self, tag: str, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         if tensor.is_complex():
+            # torch refuses the view of a tensor that is marked as conjugated only.
             tensor, tree = torch.view_as_real(tensor.detach().resolve_conj()), {"complex": True}
         check_tensor(tensor, f"state {_show(path)}")
         name = stem = "/".join(path) or "value"
@@ -373,6 +377,7 @@ def _entries(name: str, value: Any) -> dict[str, Tensor]:
         tree, tensors = encode(value)
     except CheckpointError as error:
         raise CheckpointError(f"model state {name!r} is a {type(value).__name__}: {error}") from None
+    # Not bytes: torch warns of memory that it cannot write.
     text = bytearray(strict_json.dump(tree, name))
     entries = {f"{name}{_TREE}": torch.frombuffer(text, dtype=torch.uint8)}
     return entries | {f"{name}{_TENSORS}{path}": tensor for path, tensor in tensors.items()}

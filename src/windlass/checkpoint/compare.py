@@ -58,6 +58,7 @@ class Comparison:
 def compare(first: Folder, second: Folder) -> Comparison:
     """Compare two checkpoints, or folders of a model; they may have been written in different layouts."""
     for folder in (first, second):
+        # Raises if one of them has none, before anything of the other is read.
         find_weights(folder)
     found = Comparison([])
     for where, opener in _tensor_groups(first, second):
@@ -115,6 +116,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     for start in range(0, a.numel(), _PIECE):
         piece = a[start : start + _PIECE].to(wide) - b[start : start + _PIECE].to(wide)
+        # Not Python's `max`, which would lose a NaN.
         largest = torch.maximum(largest, piece.abs().max())
     return float(largest)
 

@@ -66,6 +66,7 @@ class Content:
         own = state_bytes(self.per_rank) + sum(
             nbytes(t) for part in self.parts for t in part.tensors.values()
         )
+        # `tensor_bytes` counts one rank's own parts too.
         shared = self.tensor_bytes() - own + (0 if self.history is None else self.history.new_bytes())
         return shared + own * writers + sum(map(len, self.files.values())) + self.other_bytes + _MARGIN
 

@@ -107,6 +107,7 @@ def export_folder(
     the complete folder before it has that name; what it writes must be durable.
     """
     files = files or Files()
+    # First: an interrupted export may have left the folder that is checked next under its temporary name.
     _recover(target, files)
     _check_place(target, options)
     weights = find_weights(source)
@@ -203,6 +204,8 @@ def _put(new: Path, target: Path, files: Files) -> None:
     """Rename the complete folder. A folder that it replaces is removed afterwards."""
     old = _aside(target)
     if target.exists():
+        # A rename does not replace a folder that has entries. If the process ends between the two, `_recover`
+        # undoes this.
         files.rename(target, old)
     try:
         files.rename(new, target)

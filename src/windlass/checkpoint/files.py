@@ -174,6 +174,7 @@ class Files:
         until the new one is complete. A leftover of an interrupted process is removed before.
         """
         new = path.with_name("tmp-" + path.name)
+        # Not `exists`, which is False for a link that leads nowhere.
         if os.path.lexists(new):
             self.remove_file(new)
         try:
@@ -218,6 +219,7 @@ class Files:
         plain file, or if no file can have this name.
         """
         try:
+            # O_NONBLOCK: to open a pipe would otherwise wait for a process that writes to it.
             descriptor = os.open(path, os.O_RDONLY | NO_FOLLOW | BINARY | getattr(os, "O_NONBLOCK", 0))
         except ValueError as error:  # a NUL, or half of a pair of surrogates
             raise CheckpointError(f"{str(path)!a} cannot be read: it is not a name of a file") from error
@@ -291,6 +293,7 @@ def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     # processes that are forked meanwhile: of other memory they might get the page that the disk reads (open(2), NOTES).
     buffer, filled = memoryview(mmap.mmap(-1, PIECE)), 0
     for chunk in chunks:
+        # Python refuses to cast a view without elements.
         view = memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
         while len(view):
             fits = view[: PIECE - filled]

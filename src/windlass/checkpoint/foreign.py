@@ -34,6 +34,7 @@ class ForeignCheckpoint(Checkpoint, ABC):
     writer: str
 
     def __init__(self, folder: Path, state: dict[str, Any], files: Files) -> None:
+        # Without a manifest no file is known to be whole: `plain_files` reads them unverified.
         super().__init__(CheckpointInfo(folder, state["global_step"], 1, files={}), files)
         self.state = state
         self.plain_files = files

@@ -162,6 +162,7 @@ class HistoryKeeper:
             home = checkpoint.info.path / name
             segment = Segment(first, history[first : first + count], None, checkpoint.info.files[name], home)
             with contextlib.suppress(OSError):
+                # Without a stamp the file is copied and checked, and not linked.
                 segment.stamp = _stamp(home)
             self._segments.append(segment)
 
@@ -185,6 +186,7 @@ class HistoryKeeper:
         )
         for index in (*changed, *range(known, len(rows))):
             line, copy = _encoded_row(rows[index])
+            # Slices: they replace a row that is known, and append one that is not.
             self._lines[index : index + 1], self._copies[index : index + 1] = [line], [copy]
 
     def _drop_changed(self, history: list[Row]) -> None:
@@ -234,6 +236,7 @@ def checked_state(path: Path, state: Any) -> dict[str, Any]:
     if not isinstance(state, dict) or "global_step" not in state:
         raise CheckpointError(f"{path} is not the state of a Trainer: it has no global_step")
     for name, kinds in _STATE_TYPES.items():
+        # One that is missing counts as an empty value of its type.
         value = state.get(name, kinds[0]())
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise CheckpointError(f"{path} is malformed: {name} is a {type(value).__name__}")
@@ -265,6 +268,7 @@ def _read(checkpoint: Stored, name: str, count: int) -> list[Row]:
     path, data = checkpoint.info.path / name, checkpoint.read_shared_file(name)
     # A line break within a text is written as \n, so each one here ends a row.
     rows = strict_json.parse(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]", str(path))
+    # Decoding visits every value, and few rows have one that JSON lacks.
     rows = codec.decode(rows, {}) if b'"$' in data else rows
     if len(rows) != count:
         raise CheckpointError(
@@ -276,6 +280,7 @@ def _read(checkpoint: Stored, name: str, count: int) -> list[Row]:
 def _encoded_row(row: Any) -> tuple[str, Any]:
     """A row as JSON, and a copy that is unequal to the row once that has changed."""
     tree = _encoded(row)
+    # A copy shares what is within a container, so that a change there would not be seen.
     plain = isinstance(row, dict) and all(isinstance(value, _PLAIN) for value in row.values())
     return json.dumps(tree, allow_nan=False), dict(row) if plain else _NEVER_EQUAL
 
@@ -295,5 +300,6 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    # Not the time of the inode's change, which each further link sets.
     status = os.stat(path, follow_symlinks=False)
     return status.st_size, status.st_mtime_ns

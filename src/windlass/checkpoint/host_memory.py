@@ -65,6 +65,7 @@ class HostMemory:
         """Return True if there is memory for copies of `needed` bytes. Collective."""
         room = self._limit
         if room is None:
+            # The blocks of the last snapshot are used again.
             needed, room = room_on_machine(max(needed - self.nbytes, 0), all_ranks)
         if room is None or needed <= room:
             return True

@@ -150,6 +150,7 @@ def parse_manifest(folder: Path, data: bytes, name: str = MANIFEST_NAME) -> Chec
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a Windlass checkpoint")
     version = body.get("version")
+    # By type, here and below: True is an instance of int.
     if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
             f"{path} has layout version {str(version)[:40]}; this Windlass reads up to {VERSION}"
@@ -216,6 +217,7 @@ def _entry(name: str, entry: Any, path: Path) -> FileEntry:
 
 def _safe_name(name: str, path: Path) -> str:
     parts = name.split("/")
+    # Backslashes and colons make paths, drives and streams on Windows.
     if len(name) > 1000 or any(part in ("", ".", "..") for part in parts) or any(c in name for c in "\\:\0"):
         raise CheckpointError(f"{path} names {name[:100]!r}, which does not lie inside the checkpoint")
     return name
@@ -236,6 +238,7 @@ def check_sizes(info: CheckpointInfo) -> None:
     """Check that every file exists, is a plain file and has its size."""
     for name, entry in info.files.items():
         path = info.path
+        # Each folder on the way too: a link there would lead out of the checkpoint.
         for part in name.split("/"):
             path = path / part
             if path.is_symlink():

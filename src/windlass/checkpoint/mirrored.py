@@ -47,6 +47,7 @@ class MirroredStore(Store):
         try:
             self.mirror.upload_loose()
             there = {one.info.order for one in self.mirror.list()}
+            # Those here: `whole` of this class lists the remote folder.
             for info in super().whole():
                 if info.order not in there:
                     self.mirror.upload(info)
@@ -117,6 +118,7 @@ class MirroredStore(Store):
     def _newest_first(self) -> _Paths:
         ages = {path: self._age_rank(path) for path in self.folders()}
         for one in self._uploaded():
+            # True counts as newest: a remote checkpoint takes the place of a local one that cannot be read.
             unreadable, order = ages.get(one.info.path, (True, (0, 0)))
             if unreadable or order < one.info.order:
                 ages[one.info.path] = False, one.info.order

@@ -158,6 +158,7 @@ def _verify(store: Store, path: Path | None) -> tuple[CheckpointInfo | None, lis
         node = store.disks.node
         try:
             info = store.verify(path)
+            # Plain values, which `gather` can carry.
             answer = node, info.order, info.nodes, info.held, None
         except CheckpointError as error:
             answer = node, (0, 0), 1, (0,), str(error)

@@ -156,12 +156,15 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
             if key not in IMPLEMENTATION:
+                # A rate in a tensor is filled in place, because a CUDA graph or a compiled step reads that
+                # tensor.
                 group[key] = _placed(value, group.get(key), None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Not earlier: a state that is refused leaves the optimizer as it was.
             if parameter in fresh:
                 optimizer.state[parameter] = fresh.pop(parameter)
+            # A parameter of another stage has neither state nor memory here.
             if not isinstance(parameter, Absent):
                 _load_parameter(optimizer, group, parameter, state["state"].get(names[id(parameter)]))
 
@@ -311,6 +314,7 @@ def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tenso
             return live
         if parameter is not None and _is_spread(value, parameter):
             return shard_like(value, parameter)
+        # A copy: the next update would change `state`, which is the caller's.
         return value.clone() if device is None else value.to(device, copy=True)
     if is_packed_map(value):
         assert parameter is not None, "options of groups are not tensors"

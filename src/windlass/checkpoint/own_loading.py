@@ -67,6 +67,8 @@ def hand_over(path: Path, module: nn.Module, values: Mapping[str, Any]) -> None:
 def _copy(template: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """The values in the order of the model's own state dict, with the versions of modules that it has."""
     state: OrderedDict[str, Any] = OrderedDict((name, values[name]) for name in template)
+    # Without a version modules of torch take the state for an old one, and change it (`BatchNorm` adds its
+    # counter).
     if hasattr(template, "_metadata"):
         state._metadata = template._metadata  # type: ignore[attr-defined]
     return state

@@ -88,6 +88,7 @@ def join_packed(saved: dict[str, Any], parameter: Tensor, place: Callable[[Tenso
     try:
         inner = {name: place(_part_of(tensor, name, parameter)) for name, tensor in tensors.items()}
         rest = [_argument(argument, local(parameter)) for argument in saved["rest"]]
+        # The last two, the outer size and stride, are not read by the classes of torchao.
         made: Tensor = cls.__tensor_unflatten__(inner, rest, None, None)
     except (TypeError, ValueError, KeyError, AttributeError, AssertionError, RuntimeError) as error:
         raise CheckpointError(f"a saved {saved[_MARK]} cannot be put together: {error}") from error
@@ -120,6 +121,7 @@ def _part_of(tensor: Any, name: str, parameter: Tensor) -> Tensor:
         rows = parameter.shape[0]
         if tensor.ndim != 1 or (tensor.numel() * here.sizes[0]) % rows:
             raise ValueError(f"{name!r} of shape {list(tensor.shape)} cannot be cut as its parameter is")
+        # Codes and scales are in the order of the elements: a share of the rows is that share of them.
         here = Part((tensor.numel() * here.offsets[0] // rows,), (tensor.numel() * here.sizes[0] // rows,))
     return tensor.read(here) if isinstance(tensor, Deferred) else here.of(tensor)
 

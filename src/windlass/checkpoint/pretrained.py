@@ -206,6 +206,7 @@ class _Group:
         """The tensors in memory, by name."""
         if self.converter is None:
             return {self.name: read(self.members[0][0])}
+        # A converter keeps the tensors that are added to it until it has converted them.
         converter = copy.deepcopy(self.converter)
         for name, pattern in self.members:
             converter.add_tensor(self.name, name, pattern, functools.partial(read, name))
@@ -233,6 +234,7 @@ def _grouped(
     converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     groups: dict[str, _Group] = {}
+    # As transformers does when it loads: tensors of a group are joined in this order, expert 10 after expert 9.
     for name in sorted(names, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters)
         if target not in wanted and name in wanted:

@@ -62,6 +62,7 @@ class RemoteFolder:
     def names(self, folder: str = "") -> list[str]:
         """Names in a folder; none if it does not exist."""
         with self._doing("list", folder):
+            # fsspec may remember listings, which other processes have made out of date.
             self._system.invalidate_cache()
             try:
                 found = self._system.ls(self._at(folder), detail=False)
@@ -100,6 +101,7 @@ class RemoteFolder:
     def read(self, name: str, limit: int) -> bytes:
         """A whole file of at most `limit` bytes."""
         with self._doing("read", name), self._system.open(self._at(name), "rb") as file:
+            # One byte more than allowed shows that there is more, without the whole of it.
             data = bytes(file.read(limit + 1))
         if len(data) > limit:
             raise CheckpointError(f"{self.shown}/{name} has more than {limit:,} bytes")

@@ -131,6 +131,7 @@ def _writers(tensor: Tensor, here: Sequence[int], load: dict[int, int]) -> list[
     """
     chosen = holders(tensor, here)
     if load and (is_sharded(tensor) or isinstance(tensor, Held)):
+        # By number among equals: every rank computes this for itself, and all must choose the same writer.
         chosen = [(min(ranks, key=lambda rank: (load[rank], rank)), p) for p, ranks in all_holders(tensor)]
     for rank, found in chosen if load else ():
         load[rank] += math.prod(found.sizes) * tensor.element_size()

@@ -46,6 +46,7 @@ def save_split(
         tensor = stored[name]
         return offloaded(long[name]).to(tensor.dtype) if offloaded and tensor.is_meta else tensor
 
+    # All of them before the first file is written.
     for name, tensor in stored.items():
         if not (offloaded and tensor.is_meta):
             check_tensor(tensor, name)

@@ -40,6 +40,7 @@ def joined_state(state: State, model: nn.Module, mark: Any) -> tuple[State, dict
             return mark(path)
         if isinstance(value, dict):
             return {key: apart(item, f"{path}/{key}", describes) for key, item in value.items()}
+        # Counters are sent to the other ranks with the entries.
         return value.cpu() if isinstance(value, Tensor) else value
 
     entries: dict[str, Any] = {}
@@ -53,6 +54,7 @@ def joined_state(state: State, model: nn.Module, mark: Any) -> tuple[State, dict
     parts: dict[str, Tensor] = {}
     for _, found in everywhere:
         for path, (dtype, shape, lists) in found.items():
+            # Memory of one element: only shape and dtype are needed.
             like = torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
             parts[path] = Held(like, tensors.get(path), blocks_of_lists(lists))
     whole = {name: entry for found, _ in everywhere for name, entry in found.items()}

@@ -164,6 +164,7 @@ class StagedCheckpoint:
         node, nodes = self._disks.node, self._disks.nodes
         text = manifest_bytes(self.step, self._ranks, entries, self.meta, serial, node, nodes)
         if nodes > 1:
+            # If the folders of several nodes are merged, MANIFEST_NAME is that of one of them only.
             self.files.write(self.folder / node_manifest_name(node), [text])
         self.files.write(self.folder / MANIFEST_NAME, [text])
         # Before the rename: a power cut after it must not leave a folder of that name without these entries.
@@ -182,6 +183,7 @@ class StagedCheckpoint:
         for rank in self._others:
             path, listed = self._list_of(rank)
             entries |= {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in listed.items()}
+            # Not a file of the checkpoint: the manifest has its content.
             self.files.remove_file(path)
         return entries
 

@@ -137,6 +137,7 @@ def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -
     if folder.is_file():
         load_weights(folder, model, files=files)
         return
+    # The caller's: those of an open checkpoint know what was verified, and do not hash it again.
     source = replace(open_folder(folder), files=files)
     name = find_weights(source)
     if name == ADAPTER_WEIGHTS:
@@ -150,6 +151,7 @@ def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -
 def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: ExitStack) -> None:
     path = folder.path / index_file
     index = strict_json.read(path, folder.files)
+    # As accelerate reads an index: it may be the map itself.
     places = index.get("weight_map", index) if isinstance(index, dict) else None
     if (
         not isinstance(places, dict)

@@ -48,6 +48,7 @@ def parse(data: bytes, what: str, *, allow_nan: bool = False) -> Any:
         return json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_unique,
+            # Called with "NaN", "Infinity" and "-Infinity" alone, which `float` knows.
             parse_constant=float if allow_nan else _no_constant,
         )
     except RecursionError:

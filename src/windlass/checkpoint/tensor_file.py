@@ -201,6 +201,7 @@ def _header(order: list[str], shaped: Mapping[str, Shaped], metadata: Mapping[st
         }
         begin = end
     text = strict_json.dump(header, "the header of a safetensors file").rstrip()
+    # The data begins at a multiple of 8 bytes, as in files of the package: readers map it into memory.
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"{len(shaped):,} tensors are too many for one safetensors file")
@@ -256,6 +257,7 @@ class TensorFile(TensorSource):
 
     def _fill(self, view: memoryview) -> None:
         while len(view):
+            # A read may return fewer bytes than were asked for.
             count = self._file.readinto(view)
             if not count:
                 raise self._error("it ends too early")
@@ -273,6 +275,7 @@ class TensorFile(TensorSource):
 
     def _check_tiling(self, data_size: int) -> None:
         position = 0
+        # By its end too: a tensor without elements begins where the next one does.
         for slot in sorted(self._slots.values(), key=lambda slot: (slot.begin, slot.end)):
             if slot.begin != position:
                 raise self._error("its tensors overlap or leave holes")

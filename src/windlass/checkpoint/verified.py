@@ -34,6 +34,7 @@ class VerifiedFiles(Files):
         if name not in self._info.files:
             raise CheckpointError(f"{path} is not in the checkpoint's manifest{lies_elsewhere(self._info)}")
         with self.plain.reading(path) as file:
+            # Of the open file and not of the path, where another file may be by now.
             opened = fingerprint(file)
             if self._seen.get(name) != opened:
                 self._seen[name] = opened = self.plain.check(path, self._info.files[name])

@@ -100,6 +100,7 @@ def _memory_key(tensor: Tensor, name: str) -> Any:
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
+        # Lazy views: other values in the same memory.
         tensor.is_conj(),
         tensor.is_neg(),
     )
@@ -153,6 +154,7 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
     changed = [name for name in stored if tensors.dtype(sources[name]) != stored[name].dtype]
     if changed:
         _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
+    # Before the first weight is written: what cannot be read leaves the model unchanged.
     read = {name: on_device_of(state[name], values.read(short)) for short, name in raw.items()}
     if customizes_state(module):
         own = {
@@ -167,6 +169,7 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
     with torch.no_grad():
         for name, tensor in stored.items():
             mine = local(tensor)
+            # torch refuses to write in place to what `expand` has repeated.
             distinct(mine).copy_(distinct(read_held(tensors, sources[name], tensor), mine))
     fill_values(path, module, read)
     state_was_loaded(module)

@@ -82,6 +82,7 @@ class AgreedStream:
             return
         start = wanted.start
         if self._counted:
+            # A counted position is a number of batches, and the streams count samples.
             wanted = wanted.at(self._common.position(wanted.epoch, wanted.start))
 
         def begin(own_parts: bool) -> Iterator[DealtBatch]:
@@ -94,6 +95,7 @@ class AgreedStream:
         if own_parts:
             self._refuse_own_parts(start)
             self.take_own_parts()
+        # The pass has begun, and some streams can be begun only once: the next `read` goes on with it.
         (self._part if own_parts else self._common).hold(wanted, rows)
 
     def _refuse_own_parts(self, start: int) -> None:

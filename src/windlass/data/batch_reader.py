@@ -90,6 +90,7 @@ def wants_pinning(asked: bool) -> bool:
     if not asked or not has_accelerator():
         return False
     accelerator = torch.accelerator.current_accelerator()
+    # PyTorch pins nothing for MPS, and warns of it.
     return accelerator is not None and accelerator.type != "mps"
 
 
@@ -99,6 +100,7 @@ def pin(batch: Any) -> Any:
 
 
 def _pinned(value: Any) -> Any:
+    # PyTorch raises an error for a tensor that a collator has put on an accelerator already.
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value
     return value.pin_memory()

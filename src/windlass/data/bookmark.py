@@ -33,6 +33,7 @@ def checksum(sample: Any, begun: int = 0) -> int:
             begun = checksum(value, begun)
         return begun
     if isinstance(sample, torch.Tensor):
+        # As bits: NumPy has no bfloat16.
         content = bits_of(sample.detach().cpu()).numpy().tobytes()
         return zlib.crc32(content, zlib.crc32(str(sample.dtype).encode(), begun))
     if isinstance(sample, np.ndarray) and sample.dtype.hasobject:
@@ -42,6 +43,7 @@ def checksum(sample: Any, begun: int = 0) -> int:
     content_of = getattr(sample, "tobytes", None)  # of arrays and values of NumPy, and of images of PIL
     if callable(content_of):
         return zlib.crc32(content_of(), begun)
+    # Not `hash`, which Python salts for text in each process.
     known = isinstance(sample, (str, bytes, bytearray, int, float, complex, type(None)))
     # The text of any other object may hold its address.
     return zlib.crc32(repr(sample if known else type(sample).__name__).encode(), begun)
@@ -185,6 +187,7 @@ class _Copier:
         if len(path) > _DEEPEST:
             raise _UnsavableError(f"it is nested more than {_DEEPEST} deep")
         kind = type(value)
+        # By type, as `checkpoint.codec` does: it refuses subclasses, such as an `IntEnum`.
         if value is None or kind in (bool, int, float, str):
             return value
         if isinstance(value, dict):

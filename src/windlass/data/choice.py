@@ -163,6 +163,8 @@ class ReaderChoice:
 
     def _rows(self, ranks: int) -> Rows:
         sampler = self._loader.batch_sampler
+        # A subclass, or a class of the user's, decides what a batch is; PyTorch's own only cuts the sampler's
+        # order.
         if type(sampler) is not BatchSampler:
             return self._batch_rows(sampler, ranks)
         order = self._order(sampler.sampler)
@@ -174,6 +176,7 @@ class ReaderChoice:
     def _order(self, sampler: Any) -> Order:
         if isinstance(sampler, Order):
             return sampler
+        # By type, not `isinstance`: a subclass may have an order of its own.
         if type(sampler) is SequentialSampler:
             return SequentialOrder(len(sampler), self._seed)
         if type(sampler) is RandomSampler and self._seedable:
@@ -215,6 +218,7 @@ class ReaderChoice:
     def _shared(self, row: int, ranks: int, rank: int) -> SharedStream:
         collate = self._loader.collate_fn
         if self._loader.batch_size is None:
+            # A partial of a module's function, which can be sent to a worker that is spawned.
             collate = functools.partial(_convert_single, collate)
         cutter = RowCutter(self._dataset, collate, self._plan, row, ranks, rank)
         return SharedStream(cutter, self._plan, may_be_empty=True)

@@ -44,6 +44,8 @@ class DataCollatorForSharedPrompts(DataCollatorForPreference):
         row = _JoinedPairs()
         for sample in features:
             self._add(row, sample)
+        # Before the padding is added, which is a group but not an answer. The pairs' answers alternate in the
+        # row.
         answers = [*row.places[0::2], *row.places[1::2]]
         lengths = [*row.lengths[0::2], *row.lengths[1::2]]
         padding = -len(row.ids) % (self.pad_to_multiple_of or 1)
@@ -70,11 +72,14 @@ class DataCollatorForSharedPrompts(DataCollatorForPreference):
             len(prompt) + len(answer) - len(sequence)
             for answer, sequence in zip(answers, sequences, strict=True)
         ]
+        # Tokens of each sequence that are its prompt: an end that is cut takes answer first, a beginning takes
+        # prompt.
         if self.truncation_mode != "keep_end":
             context = [min(len(prompt), len(sequence)) for sequence in sequences]
         else:
             context = [max(len(prompt) - before, 0) for before in lost]
         is_whole = self.truncation_mode != "keep_end" or not any(lost)
+        # Cut at their beginnings, two answers of different lengths have kept different parts of the prompt.
         if self.shares_prompts and is_whole:
             shared = max(min(context) - 1, 0)
             branches = [
@@ -103,6 +108,7 @@ class _JoinedPairs:
         for tokens, context in branches:
             context = max(context, 1)  # nothing predicts the first token of a sequence
             end = len(self.ids) + len(tokens)
+            # The place before a token predicts it.
             self.places.append(range(len(self.ids) + context - 1, end - 1))
             self._append(tokens, len(prefix), context)
             self.lengths.append(len(prefix) + len(tokens))

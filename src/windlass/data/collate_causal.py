@@ -68,6 +68,7 @@ class DataCollatorForCausalLM:
         return batch
 
     def _one_row(self, ids: list[Any], labels: list[Any], lengths: list[list[int]]) -> Batch:
+        # An empty document would begin where the next one does, and the last one behind the end of the row.
         documents = [length for row in lengths for length in row if length]
         padding = -sum(documents) % (self.pad_to_multiple_of or 1)
         if padding:

@@ -43,6 +43,7 @@ class DataCollatorWithFlattening(DefaultDataCollator):
     ) -> Batch:
         separator = self.separator_id if separator_id is None else separator_id
         ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in features]
+        # Copies: the array of a sample must not be changed below.
         targets = [np.asarray(s.get("labels", s["input_ids"]), dtype=np.int64).copy() for s in features]
         for target in targets:
             target[:1] = separator

@@ -30,6 +30,7 @@ class TorchDraws:
         return torch.bernoulli(chances, generator=self._generator).bool().numpy()
 
     def words(self, vocabulary: int, where: Array) -> Array:
+        # One for each place, used or not, as transformers draws them: the same seed masks the same tokens.
         return torch.randint(vocabulary, where.shape, generator=self._generator).numpy()[where]
 
     def integer(self, low: int, high: int) -> int:
@@ -50,6 +51,7 @@ class NumpyDraws:
 
     def words(self, vocabulary: int, where: Array) -> Array:
         draw = getattr(self._generator, "integers", None) or self._generator.randint
+        # For the chosen places alone, as transformers draws them with NumPy.
         return draw(low=0, high=vocabulary, size=int(where.sum()), dtype=np.int64)  # type: ignore[no-any-return]
 
     def integer(self, low: int, high: int) -> int:
@@ -109,6 +111,7 @@ class DataCollatorForLanguageModeling(Framework):
             self.mask_replace_prob, self.random_replace_prob = 1, 0
         if self.mlm:
             self.mlm_probability = float(self.mlm_probability or 0)
+        # `TorchDraws.coins` takes anything else than a float for an array.
         self.mask_replace_prob = float(self.mask_replace_prob)
         self.random_replace_prob = float(self.random_replace_prob)
 
@@ -163,6 +166,7 @@ class DataCollatorForLanguageModeling(Framework):
             return batch
         labels = batch["input_ids"].clone() if return_tensors == "pt" else batch["input_ids"].copy()
         if self.tokenizer.pad_token_id is not None:
+            # As transformers does: where the end-of-sequence token is the padding token too, no end is learnt.
             labels[labels == self.tokenizer.pad_token_id] = IGNORED
         batch["labels"] = labels
         return batch
@@ -200,6 +204,7 @@ class DataCollatorForLanguageModeling(Framework):
         labels = inputs.copy()
         special = special_tokens(self.tokenizer, labels) if special is None else np.asarray(special)
         words = self._words(special, offsets) if self.whole_word_mask else None
+        # One draw for each word, at its first token.
         never = special.astype(bool) if words is None else ~words[1]
         assert self.mlm_probability is not None
         chosen = draws.coins(np.where(never, 0.0, self.mlm_probability), labels.shape)
@@ -210,6 +215,7 @@ class DataCollatorForLanguageModeling(Framework):
         inputs[hidden] = self.tokenizer.mask_token_id
         if self.mask_replace_prob == 1 or self.random_replace_prob == 0:
             return inputs, labels
+        # Of the chosen tokens that the first draw has left over.
         share = self.random_replace_prob / (1 - self.mask_replace_prob)
         swapped = draws.coins(share, labels.shape) & chosen & ~hidden
         inputs[swapped] = draws.words(len(self.tokenizer), swapped)
@@ -236,6 +242,7 @@ def word_numbers(offsets: Array, special: Array) -> tuple[Array, Array]:
         word numbers (-1 for special tokens) and whether a token is the first of its word, both (batch, tokens).
     """
     ends_before = np.roll(offsets[:, :, 1], 1, axis=1)
+    # `roll` has put the row's last token here.
     ends_before[:, 0] = -1
     special_before = np.roll(special, 1, axis=1)
     special_before[:, 0] = False

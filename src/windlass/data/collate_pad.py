@@ -154,6 +154,7 @@ def plain_collate(samples: list[Any]) -> Any:
     """PyTorch's `default_collate`, with a faster path for tuples of tensors."""
     first = samples[0]
     if (
+        # Not subclasses: `default_collate` makes a named tuple of named tuples.
         type(first) is tuple
         and all(type(value) is torch.Tensor for value in first)
         and len(set(map(len, samples))) == 1
@@ -324,6 +325,7 @@ class DataCollatorForSeq2Seq:
     def __call__(self, features: Features, return_tensors: str | None = None) -> Any:
         chosen = return_tensors or self.return_tensors
         labels, inputs, _ = _without_labels(features)
+        # Samples of inference may have the column without labels.
         if labels is not None and all(label is None for label in labels):
             labels = None
         batch = pad_quietly(self.tokenizer, inputs, return_tensors=chosen, **_padding(self))

@@ -22,6 +22,7 @@ def signature_columns(model: Any, label_names: Iterable[str] | None = None) -> l
     Returns:
         the names, without repeats; an empty list if forward takes `**kwargs` only.
     """
+    # The forward of a peft model takes `*args, **kwargs`.
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = inspect.signature(inner.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in _NAMED]
@@ -72,6 +73,7 @@ class ColumnCollator:
 
     def __call__(self, samples: list[Any]) -> Any:
         if self._keep and isinstance(samples[0], Mapping):
+            # Every set contains an empty sample's columns: `_kept` refuses it.
             samples = [s if s and self._keep.issuperset(s) else self._kept(s) for s in samples]
         return self.collate(samples)
 
@@ -91,6 +93,7 @@ def _unused(present: Iterable[str], columns: list[str], what: str, log: Any = lo
             "Rename the columns, tokenize the texts first, or set remove_unused_columns=False and let the "
             "collator make the inputs."
         )
+    # Every worker has a collator of its own: the first one's message is enough.
     worker = get_worker_info()
     if unused and (worker is None or worker.id == 0):
         log.info(

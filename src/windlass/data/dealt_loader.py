@@ -114,9 +114,11 @@ class DealtLoader(DataLoader[Any], GroupSource):
             rows.append(row)
             if len(rows) == accumulation or row.last:
                 of_pass = self._of_pass(epoch) if of_pass is None else of_pass
+                # Before the group is returned: a checkpoint after its update stores the position behind it.
                 self._move_after(row, epoch)
                 yield self._group(rows, epoch, of_pass)
                 rows = []
+        # The last row of a pass moves on to the next epoch, so there was none.
         if place.epoch == epoch:
             raise DataError(
                 f"the loader of {type(self.dataset).__name__} gave no batch (epoch {epoch}, from position {start} on): "

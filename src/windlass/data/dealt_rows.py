@@ -213,6 +213,7 @@ def _sizes(costs: list[float], count: int) -> list[int]:
     if len(costs) <= count:
         return [1] * len(costs) + [0] * (count - len(costs))
     even = [share(len(costs), count, group) for group in range(count)]
+    # No limit below the costliest sample is feasible, and that of the even cut is.
     low, high = costs[0], max((end - start) * costs[start] for start, end in even)
     for _ in range(40):  # halvings: the limit is exact to 1e-12 of its first range
         limit = (low + high) / 2
@@ -220,6 +221,7 @@ def _sizes(costs: list[float], count: int) -> list[int]:
             low = limit
         else:
             high = limit
+    # `int(limit / cost)` may round the even cut's own limit down to one sample less.
     sizes = _greedy(costs, high, count) or [end - start for start, end in even]
     while len(sizes) < count:  # a limit may need fewer groups; every rank must have work
         widest = max(range(len(sizes)), key=sizes.__getitem__)
@@ -235,6 +237,7 @@ def _greedy(costs: list[float], limit: float, count: int) -> list[int] | None:
     while start < len(costs):
         if len(sizes) == count:
             return None
+        # The first sample of a group is its longest, by which all of it is padded.
         size = len(costs) - start if costs[start] == 0 else min(int(limit / costs[start]), len(costs) - start)
         if size == 0:
             return None

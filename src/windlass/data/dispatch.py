@@ -195,6 +195,7 @@ def _cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any
 
     Other values are sent to all ranks.
     """
+    # A list of another length is one value for the batch, such as names of classes.
     count = batch_size_of(batch)
 
     def has_rows(piece: Any) -> bool:

@@ -155,6 +155,7 @@ class Fetch:
         try:
             return [dataset[index] for index in coming]
         except Exception as error:
+            # What the iterator has left shows which sample failed, without a counter in the loop.
             index = ids[len(ids) - length_hint(coming) - 1]
             error.add_note(f"raised while reading sample {index} of {type(dataset).__name__}")
             raise

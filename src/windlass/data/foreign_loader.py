@@ -122,6 +122,7 @@ class ForeignLoader:
                     state, reason = self._own_state()  # before the look ahead, which would move it on
                 coming = next(batches, _END)
             if coming is _END:
+                # One batch is read ahead, so the end of a pass is known with its last group.
                 self.epoch, self.taken, self._here = epoch + 1, 0, self._after_pass()
             else:
                 self.taken += size

@@ -55,6 +55,7 @@ class Loader(DealtLoader):
             collate_fn=collate,
             pin_memory=plan.pin_memory and has_accelerator(),
             drop_last=plan.drop_last,
+            # PyTorch refuses these options without workers.
             **(workers if plan.workers else {}),
         )
         self.batch, self.plan = batch, plan

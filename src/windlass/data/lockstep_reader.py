@@ -73,6 +73,7 @@ class LockstepReader:
         while current.going_on:
             following = self._checked(rounds)
             self._begin(rounds, mine)
+            # A rank that has ended repeats its last batch as a filler.
             done, stand_in = done + 1, current.item.dealt or stand_in or self._any(epoch)
             shares = tuple(map(int, current.sums[: self._data_ranks.size]))
             yield replace(

@@ -22,6 +22,7 @@ class MapReader:
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
         tasks = self._rows.batches(wanted.epoch, wanted.start, self._rank)
+        # The run that was interrupted has read the first update already: see `PassRequest.update`.
         isolated = wanted.update if wanted.start else 0
         return self._source.batches(wanted.epoch, tasks, wanted.private, isolated)
 

@@ -53,6 +53,7 @@ def _measure(dataset: Any, column: str, tokens: str) -> Any:
     columns = getattr(dataset, "column_names", None)
     if columns is not None and hasattr(dataset, "select_columns"):
         if column in columns:
+            # Without a format: that of torch would make a tensor of each row.
             return dataset.with_format(None)[column][:]
         if tokens in columns:
             narrow = dataset.with_format(None).select_columns([tokens])
@@ -148,6 +149,7 @@ class LengthGroupedOrder(Order):
     def __init__(self, lengths: np.ndarray[Any, Any], batch: int, seed: int) -> None:
         super().__init__(len(lengths), seed)
         self.lengths = lengths
+        # The size of transformers' `get_length_grouped_indices`.
         self._stretch = max(1, min(self._length // (batch * 4), 50)) * batch
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
@@ -158,6 +160,7 @@ class LengthGroupedOrder(Order):
         for start in starts:
             part = order[start : start + self._stretch]
             order[start : start + self._stretch] = part[np.argsort(-self.lengths[part], kind="stable")]
+        # Each stretch begins with its longest sample, so the longest of all is the first of one.
         longest = max(starts, key=lambda start: self.lengths[order[start]])
         order[[0, longest]] = order[[longest, 0]]
         return order
@@ -188,6 +191,7 @@ class SamplerOrder(Order):
             )
         self.sampler = sampler
         self._generators = own_generators(sampler, *ordering_parts(sampler))
+        # The length is known only once the sampler was run through; see `__len__`.
         super().__init__(0, seed)
 
     def __len__(self) -> int:

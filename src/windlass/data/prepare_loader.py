@@ -105,7 +105,9 @@ def _seed(options: DataLoaderConfiguration) -> int:
     if options.data_seed is not None:
         return options.data_seed
     if options.use_seedable_sampler:
+        # The seed that the script gave to PyTorch, as `SeedableRandomSampler` takes it.
         return torch.random.initial_seed()
+    # As a `DataLoader` draws its base seed.
     return int(torch.empty((), dtype=torch.int64).random_())
 
 

@@ -211,6 +211,7 @@ class PreparedLoader(DealtLoader):
 
     def skipping(self, batches: int) -> PreparedLoader:
         """A view of this loader whose pass begins after its first `batches`; both count the same epochs."""
+        # A shallow copy: `_place` is one object for both.
         view = copy.copy(self)
         view._skip = self._skip + batches
         view._enter()
@@ -258,6 +259,7 @@ def _options(loader: DataLoader[Any], reader: BatchReader, ranks: int) -> dict[s
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
+        # PyTorch refuses the two together.
         "drop_last": loader.drop_last and total is not None,
         "generator": loader.generator,
         "worker_init_fn": loader.worker_init_fn,

@@ -60,6 +60,7 @@ class Reading:
     def peek(self, count: int) -> list[Any]:
         """The next samples, which `take` returns again."""
         if not self._ahead:
+            # After the read below the dataset is ahead of what `take` has returned: its state would skip what waits.
             self._place_before_peek = self.place()
         if len(self._ahead) < count:
             self._ahead.extend(self._read(count - len(self._ahead)))
@@ -81,6 +82,7 @@ class Reading:
         with self._sandbox:
             try:
                 for index in range(self._position, self._position + count):
+                    # Before each sample, not once: a pass that is entered in the middle draws the same.
                     self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch, index))
                     samples.append(next(self._stream))
             except StopIteration:

@@ -55,6 +55,7 @@ def begin_together(
         if common.nothing is not None:
             raise common.nothing
         return False, common.rows()
+    # Its workers would go on reading beside those of the pass that is begun now.
     common.close()
     own = BegunPass(begin(True))
     everywhere = own.gather_marks(data_ranks)
@@ -84,6 +85,7 @@ def check_dispatched(
         read_again: returns them once more; called on other ranks than the main one.
     """
     first, *others = data_ranks.gather_objects(marks)
+    # `map` ends with the shorter list: a rank that read nothing, or less, does not differ.
     differ = {rank for rank, their in enumerate(others, 1) if any(map(operator.ne, their, first))}
     if not differ:
         return

@@ -46,6 +46,7 @@ class SeedableOrder(SamplerOrder):
         seedable = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
+            # The argument and not the property, which is a number: None goes on following the dataset's length.
             num_samples=sampler._num_samples,
             data_seed=seed,
         )
@@ -105,6 +106,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         batches: list[list[int]] = []
         longest = 0
         for position, length in zip(order.tolist(), self.lengths[order].tolist(), strict=True):
+            # Lengths fall within a stretch only; the next stretch begins with a longer one.
             longest = max(longest, length)
             if not batches or longest * (len(batches[-1]) + 1) > self.max_tokens:
                 batches.append([])

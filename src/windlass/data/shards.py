@@ -64,6 +64,7 @@ class BatchSamplerShard(BatchSampler):
         first: list[list[int]] = []
         while row := list(islice(batches, per_row)):
             first = first or row
+            # Only the last batch of a sampler can be short.
             if len(row) == per_row and self.batch_size in (None, len(row[-1])):
                 yield self._own(row)
             elif not self.drop_last:
@@ -79,6 +80,7 @@ class BatchSamplerShard(BatchSampler):
         if self.even_batches:
             yield self._own(self._completed(row, first))
         elif self.split_batches:
+            # A part of a short batch may be empty, which is not a batch.
             yield from filter(None, [self._own(row)])
         else:
             yield from row[self.process_index : self.process_index + 1]

@@ -62,6 +62,7 @@ class Source:
         persistent = self._plan.persistent_workers
         pool, self._idle = self._idle or WorkerPool(self.fetch, self._plan, persistent), None
         yield from pool.run(epoch, tasks)
+        # Not in a `finally`: the workers of a pass that was left have tasks of it under way.
         self._idle = pool if persistent else None
 
 

@@ -89,6 +89,7 @@ class SharedStream:
     def _rows(self, epoch: int, start: int, bookmark: Bookmark | None, private: bool) -> Iterator[DealtBatch]:
         if self._plan.workers == 0:
             pinned = wants_pinning(self._plan.pin_memory)
+            # No checkpoint is written of a private pass, so its rows need no bookmarks.
             for _, row in self._cutter.rows(epoch, start, 0, 1, bookmark, keep=not private):
                 yield row.pin_memory() if pinned else row
             return
@@ -242,6 +243,7 @@ class RowCutter:
         bookmark = None
         if raw.place is not None and following is not None:
             bookmark = raw.place.bookmark(epoch, raw.end, following.head)
+        # As a dataset with `__getitem__` is seeded: by the first sample of this rank's part.
         first = raw.ids[0] if raw.ids else raw.first
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_COLLATE, self.seed, epoch, first))

@@ -57,6 +57,7 @@ class StreamLoader(Loader):
             self._dispatched = self._new_dispatched()
             return
         self._stream = self._opened(self.own_parts or bool(position and position.get("parts", 1) > 1))
+        # A resumed pass is compared by its first `read`, when its position has been loaded.
         if not position:
             place = self._place
             self._stream.agree(PassRequest(place.epoch, place.consumed, place.bookmark, self.passes_alike))
@@ -74,6 +75,7 @@ class StreamLoader(Loader):
         )
         if own_parts:
             stream.take_own_parts()
+        # The plan's seed, with which cutters begin, is not that of a loaded position.
         stream.reseed(self.seed)
         return stream
 
@@ -112,6 +114,7 @@ class StreamLoader(Loader):
         super().resize(micro, accumulation)
         agreed = self._stream.agreed
         self._stream = self._opened(self.own_parts)
+        # The ranks have compared their samples already, and must not do so in the middle of a pass.
         self._stream.agreed = agreed
         if self._dispatched is not None:
             self._dispatched = self._new_dispatched()

@@ -318,6 +318,7 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
     context: Any = own_context
     if not isinstance(context, BaseContext):
         context = multiprocessing.get_context(context)
+    # A copy, because the contexts of `multiprocessing` are global; and of its class, which PyTorch checks.
     ours = copy.copy(context)
     ours.Process = crew.process_class(context, reader.start_timeout)
     ours.Queue = functools.partial(WorkerQueue, ctx=context)

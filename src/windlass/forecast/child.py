@@ -28,9 +28,12 @@ class Child:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         reader, writer = os.pipe()
+        # The forked process has a copy of what is buffered, and may print it too.
         sys.stdout.flush()
         sys.stderr.flush()
         with handled_later():
+            # No handler's exception (Ctrl-C) may come between the fork and this assignment: no caller would know
+            # the process.
             self._pid = os.fork()
             if self._pid == 0:
                 os.close(reader)

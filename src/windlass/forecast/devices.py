@@ -51,6 +51,7 @@ def kernels_of_devices(on_device: bool) -> contextlib.AbstractContextManager[Non
     return attributes_of(
         optimizer,
         _get_foreach_kernels_supported_devices=lambda: [*devices(), "cpu"],
+        # PyTorch compares types exactly: a subclass is updated one tensor at a time.
         _foreach_supported_types=[*types, FakeTensor, nn.Parameter],
     )
 

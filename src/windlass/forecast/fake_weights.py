@@ -108,6 +108,7 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
         if not hasattr(config, "to_dict"):
             config, options = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **options)
+        # The dtype of the configuration is the default of `_from_config`, and what "auto" means.
         chosen = {} if dtype in (None, "auto") else {"dtype": dtype}
         attention = options.get("attn_implementation")
         if attention is not None:
@@ -145,6 +146,7 @@ def known_values() -> Iterator[None]:
 
     helpers: Any = sys.modules.get("transformers.utils.import_utils")
     chosen = {"is_fake_tensor": lambda value: False} if hasattr(helpers, "is_fake_tensor") else {}
+    # By default PyTorch keeps the values of one element only.
     limit = attributes_of(fake_tensor, CONSTANT_NUMEL_LIMIT=_LARGEST_KNOWN)
     with limit, attributes_of(helpers, **chosen):
         yield

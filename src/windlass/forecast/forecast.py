@@ -144,7 +144,9 @@ class Forecast:
         names = {"fp32": ("tf32", "fp32") if self.trace.facts["tf32"] else ("fp32",)}.get(
             dtype, (dtype, "fp32")
         )
+        # A dtype for which the board has no rate is multiplied in fp32.
         rate = next((board.rates[name] for name in names if name in board.rates), board.rates["fp32"])
+        # A `Board` has 10^12 operations and 10^9 bytes a second.
         return max(flops / (rate * 1e12), nbytes / (board.bandwidth * 1e9))
 
     @property

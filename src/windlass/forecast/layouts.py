@@ -144,6 +144,7 @@ def layouts(devices: int, micro_batches: int) -> Iterator[Layout]:
     """
     for pipeline in (size for size in _divisors(devices) if size <= micro_batches):
         each = devices // pipeline
+        # Each divisor of `each` up to MACHINE divides this number too, which has fewer large ones.
         for sizes in itertools.product(
             _divisors(math.gcd(each, math.lcm(*range(1, MACHINE + 1)))), repeat=len(_WITHIN)
         ):
@@ -228,12 +229,17 @@ def exchanged(layout: Layout, size: Size) -> dict[Axis, tuple[float, float]]:
     reduced = part * size.trained / micro_batches
     found: dict[Axis, tuple[float, float]] = {
         "replicate": (2 * _ring(copies) * reduced / shards, 1 / micro_batches),
+        # Weights are gathered in the forward and again in the backward; gradients are reduced once in an update.
         "shard": (_ring(shards) * (2 * part * size.weights + reduced), 3 * layers),
+        # Two all-reduces in a layer and direction (arXiv:1909.08053, section 3), and a ring sends a tensor twice
+        # for each.
         "tensor": (4 * passes * _ring(mesh.tensor) * passed, 2 * passes),
+        # Keys and values go once round a ring (arXiv:2310.01889); in the backward their gradients do, too.
         "context": (
             2 * (passes + layers) * (mesh.context - 1) * passed / mesh.tensor,
             2 * passes * (mesh.context - 1),
         ),
+        # Four all-to-alls: of queries, keys and values, and of the result (arXiv:2309.14509).
         "sequence": (4 * passes * _ring(mesh.sequence) * passed / mesh.tensor, 4 * passes),
         "expert": (4 * passes * _ring(mesh.expert) * passed, 2 * passes),
         "pipeline": (2 * passed, 2.0),

@@ -226,6 +226,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+# They return values of Python, which no memory holds.
 _UNSEEN = (
     torch.ops.prim.device.default,
     torch.ops.aten._local_scalar_dense.default,

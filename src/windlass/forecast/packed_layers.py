@@ -38,13 +38,16 @@ class FewBitsLinear(nn.Linear):
                 "scales", torch.empty(int(count * scale / _BLOCK / 8), dtype=torch.uint8), False
             )
         else:
+            # LLM.int8 has one scale for each row.
             self.register_buffer("scales", torch.empty(layer.out_features, dtype=torch.float32), False)
+        # One column, as bitsandbytes packs them.
         packed = torch.empty(int(count * bits / 8 / stored.itemsize), 1, dtype=stored)
         self.weight = nn.Parameter(packed, requires_grad=False)
         vars(self.weight)["quant_state"] = None  # what marks packed weights
         self.bias = layer.bias
 
     def forward(self, input: Tensor) -> Tensor:
+        # Of 8 bits, bitsandbytes multiplies in fp16, whatever the dtype of the activations.
         shape, dtype = (self.out_features, self.in_features), self._compute or torch.float16
         product: Tensor = _Product.apply(input.to(dtype), self.weight, shape)  # type: ignore[no-untyped-call]
         result = product if self.bias is None else product + self.bias.to(dtype)

@@ -45,6 +45,7 @@ class ModulePlaces:
         """Within the body, forwards are followed."""
         hooks = [
             register_module_forward_pre_hook(self._enter),
+            # Also after a forward that raised: its entry must not stay on the stack.
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:

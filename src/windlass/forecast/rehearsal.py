@@ -110,6 +110,7 @@ class Rehearsal:
         pipelined = self._plan.dist.pipeline is not None
         # The stages of a pipeline divide the layers, so that all are run.
         self.stack = None if whole or pipelined else find_stack(hooks.model)
+        # Three: the first micro-batch, the last, and one that counts for all between them.
         self.update = self._read(self._plan.batch.accumulation if pipelined else 3)
 
     def _read(self, at_most: int) -> UpdateBatch:

@@ -66,6 +66,7 @@ def held_by_updates(
     try:
         if stack is None:
             return int(apart(partial(bytes_with, None)))
+        # Each in a process of its own, because `cut` and the optimizer change the model.
         few, more = (int(apart(partial(bytes_with, layers))) for layers in (stack.few, stack.more))
     except (ConfigError, ModelError):
         return 0

@@ -44,6 +44,7 @@ class Trace:
     @property
     def peak(self) -> tuple[Instant, Peak]:
         """The moment of the update at which most memory is held."""
+        # Of equal peaks always the same one: `with_layers` goes through a set, in any order.
         return max(self.peaks.items(), key=lambda item: (item[1].total, item[0]))
 
     def at_most(self, kinds: Callable[[Owner], bool]) -> int:

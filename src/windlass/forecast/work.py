@@ -79,6 +79,7 @@ def _attention_backward(
 
 
 def _grouped(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    # If the groups divide the columns of `other`, each column is multiplied with one of the matrices only.
     rows = one.numel() // (len(one) if (one.ndim, other.ndim) == (3, 2) else 1)
     return 2 * rows * other.shape[-1]
 
@@ -150,6 +151,7 @@ def _shown(name: str) -> str:
 
 def _ranks(args: Sequence[Any]) -> tuple[int, ...] | None:
     for value in args:
+        # Operations of c10d get the group itself, functional collectives its name as their last text.
         if isinstance(value, torch.ScriptObject):
             try:
                 group = dist.ProcessGroup.unbox(value)

@@ -27,6 +27,7 @@ def decay_parameter_names(model: nn.Module, norms: tuple[type[nn.Module], ...] =
     Left out: parameters of norms (torch's types and classes named ...Norm that hold vectors; or those in `norms`), and
     those with bias or norm in their name.
     """
+    # By type and not by instance, because `parameter_names` leaves modules out with `isinstance`.
     own = {type(module) for module in model.modules() if _is_norm(module)} if norms is _NORMS else ()
     return parameter_names(model, (*norms, *own), [_KEPT_NAMES])
 
@@ -34,6 +35,7 @@ def decay_parameter_names(model: nn.Module, norms: tuple[type[nn.Module], ...] =
 def _is_norm(module: nn.Module) -> bool:
     """A model's own norm, whatever it is called in the model."""
     held = list(module.parameters())
+    # Vectors only: a class such as an adaptive norm may hold whole linear layers, and their matrices decay.
     return type(module).__name__.endswith("Norm") and bool(held) and all(p.dim() < 2 for p in held)
 
 
@@ -53,6 +55,7 @@ def parameter_names(
         if not isinstance(child, without_types):
             inner = parameter_names(child, without_types, without_names)
             names += [f"{child_name}.{name}" for name in inner]
+    # Parameters that the module holds itself are in no child.
     names += list(model._parameters)
     return [name for name in names if not any(pattern.search(name.lower()) for pattern in without_names)]
 
@@ -71,6 +74,7 @@ def parameter_groups(
     pattern_of = _matched(trainable, plan.groups)
     names = set(decay_parameter_names(model) if decaying is None else decaying)
     rows = []
+    # None: the parameters that no pattern matches.
     everything: list[tuple[str | None, dict[str, Any]]] = [(None, {}), *plan.groups.items()]
     for pattern, options in everything:
         own = [name for name in trainable if pattern_of.get(name) == pattern]
@@ -126,6 +130,7 @@ def _matched(trainable: Mapping[str, Tensor], groups: Mapping[str, Any]) -> dict
             if name in found:
                 fix = f"matches {name!r}, which {found[name]!r} matches too; make one of them narrower"
                 problems.append(Problem("optim_groups", pattern, fix))
+                # One problem for each pair of patterns is enough; every shared parameter would repeat it.
                 break
             found[name] = pattern
     refuse(problems)
@@ -138,6 +143,7 @@ def _by_layer(
     """Each row split by layer, with the learning rate `lr * layer_decay ** (layers above)`."""
     above = layers_above(model)
     for own, options in rows:
+        # A pattern's own rate is the peak that decays from layer to layer, not the end of it.
         peak = options.get("lr", plan.learning_rate)
         for count in sorted({above[name] for name in own}, reverse=True):
             fitting = [name for name in own if above[name] == count]
@@ -161,6 +167,8 @@ def layers_above(model: nn.Module) -> dict[str, int]:
         fix = "the model has no layers in an nn.ModuleList; set learning rates by name with optim_groups"
         raise ConfigError(Problem("layerwise_lr_decay", "", fix))
     bottom = max(stacks.values()) + 1
+    # By identity: the weight of an embedding that is defined after the layers, or that a head shares, is still
+    # one of the lowest layer.
     embeddings = {
         id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
     }

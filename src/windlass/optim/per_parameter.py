@@ -79,6 +79,7 @@ class PerParameterOptimizer(CopiedOptimizer):
         raise NotImplementedError
 
 
+# `step` runs under `no_grad`, and closures call `backward`.
 @torch.enable_grad()
 def called(closure: Callable[[], Any] | None) -> Any:
     """The loss that the closure of an optimizer's `step` computes; None without one."""
@@ -100,9 +101,12 @@ def move(parameter: Tensor, displacement: Tensor, decay: float | Tensor = 0.0) -
         else local(displacement)
     )
     if mine.dtype in _LOW:
+        # Decay and displacement are both applied before the one rounding: rounding twice would lose small ones
+        # twice.
         wide = mine.float()
         mine.copy_(wide.sub_(wide * decay).sub_(change))
         return
+    # The truth of a tensor would be read from the device.
     if isinstance(decay, Tensor) or decay:
         mine.mul_(1 - decay)
     mine.sub_(change)

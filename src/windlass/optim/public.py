@@ -24,10 +24,12 @@ def get_scheduler(
     """The schedule called `name` as a torch scheduler. Raises ConfigError for an unknown name or option, or a number of
     steps that this schedule needs and was not given.
     """
+    # Scripts pass members of transformers' enumeration `SchedulerType` too.
     name = str(getattr(name, "value", name))
     options = scheduler_specific_kwargs or {}
     if name in METRIC_DRIVEN:
         return build_metric_driven(name, optimizer, options)
+    # A name that is not known is refused below, with those that are.
     if num_warmup_steps is None and name not in WITHOUT_WARMUP and name in SCHEDULE_NAMES:
         raise ConfigError(
             Problem("num_warmup_steps", None, f"the {name} schedule needs it; 0 for no warm-up")

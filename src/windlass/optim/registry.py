@@ -100,6 +100,8 @@ def make_optimizer(params: Any, cls: Callable[..., Optimizer], kwargs: dict[str,
     if no parameter is trainable. `params`: groups or parameters, or a model or dict that `cls` takes in their place,
     which is passed unchecked.
     """
+    # Transformers passes "model" or "optimizer_dict" in the keyword arguments of such classes, in the place of
+    # groups.
     if isinstance(params, (nn.Module, dict)):
         return cls(params, **kwargs)
     params = list(params)
@@ -131,6 +133,8 @@ def _flat(params: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def _fused_fits(parameters: Iterable[torch.Tensor]) -> bool:
+    # Those of `torch.utils._foreach_utils._get_fused_kernels_supported_devices` but for plugins' devices, whose
+    # kernels are not known here: on a device without one torch raises an error.
     devices = {"cpu", "cuda", "xpu", "mps", "hpu", "mtia"}
     return all(p.device.type in devices and p.is_floating_point() for p in parameters)
 

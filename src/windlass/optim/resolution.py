@@ -53,5 +53,6 @@ def _share_lost(weights: list[tuple[Tensor, float]]) -> float:
     """The share of all elements whose updates are lost if each is as large as the learning rate."""
     lost = torch.zeros(())
     for weight, lr in weights:
+        # An update of `lr` is surely lost if it is below this share of the weight, so counts are lower bounds.
         lost += (weight.abs() > lr / _SMALLEST).sum().cpu()
     return float(lost) / max(sum(weight.numel() for weight, _ in weights), 1)

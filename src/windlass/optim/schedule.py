@@ -73,10 +73,12 @@ def _typed(live: Any, value: Any) -> Any:
         return restored
     if isinstance(live, list | tuple) and isinstance(value, list | tuple) and len(live) == len(value):
         items = [_typed(*pair) for pair in zip(live, value, strict=True)]
+        # A named tuple takes its items as arguments, a tuple takes one sequence.
         is_named = isinstance(live, tuple) and type(live) is not tuple
         return type(live)(*items) if is_named else type(live)(items)
     if isinstance(live, torch.dtype) and isinstance(value, str):
         return getattr(torch, value)
+    # The bound of the deque is not in the data.
     if isinstance(live, deque) and not isinstance(value, deque):
         return deque(value, live.maxlen)
     if isinstance(live, Enum | set | frozenset | PurePath) and not isinstance(value, type(live)):
@@ -106,6 +108,8 @@ class FactorSchedule(LRScheduler):
         self.base_lrs: list[float | torch.Tensor] = []
         self._tensor_lrs = False
         self._adopt_groups()
+        # As the constructors of torch's schedulers do: the rate of the first update is in the optimizer from now
+        # on.
         self.set(0)
 
     @property
@@ -170,6 +174,8 @@ class FactorSchedule(LRScheduler):
         """The factor multiplies the present learning rate of new groups."""
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             self._tensor_lrs |= isinstance(group["lr"], torch.Tensor)
+            # The name under which torch's schedulers keep it. If it is there, "lr" may be the rate of some later
+            # update already.
             first = group.setdefault("initial_lr", float(group["lr"]))
             self.base_lrs.append(float(first))
 
@@ -177,6 +183,7 @@ class FactorSchedule(LRScheduler):
         """`set` for optimizers with a tensor as learning rate (`capturable`, compiled steps)."""
         for group, lr in zip(self.optimizer.param_groups, self.lrs(step), strict=True):
             if isinstance(group["lr"], torch.Tensor):
+                # In place: a CUDA graph or a compiled step reads this very tensor.
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
@@ -202,6 +209,7 @@ class UserSchedule:
 
     def set(self, step: int) -> None:
         """Record the learning rates of this update, which the scheduler has set."""
+        # `advance` sets those of the next update before these are logged.
         self._seen = self._read()
 
     def advance(self) -> None:
@@ -297,6 +305,7 @@ def build_metric_driven(name: str, optimizer: Optimizer, options: Mapping[str, A
 
 def peak_lr(optimizer: Optimizer) -> float:
     """The learning rate of the optimizer, to which floors that are learning rates refer."""
+    # Not a group's: `optim_groups` and the decay by layers give groups rates of their own.
     lr = optimizer.defaults.get("lr")
     return float(optimizer.param_groups[0]["lr"] if lr is None else lr)
 
@@ -305,6 +314,7 @@ def _construct(name: str, build: Callable[..., Any], subject: Any, options: Mapp
     _check_options(name, build, options)
     try:
         return build(subject, **options)
+    # A ConfigError is a ValueError, and would be wrapped in another one below.
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
@@ -312,6 +322,7 @@ def _construct(name: str, build: Callable[..., Any], subject: Any, options: Mapp
 
 
 def _check_options(name: str, build: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    # Without the first, which is the span or the optimizer.
     parameters = list(inspect.signature(build).parameters.values())[1:]
     known = [p.name for p in parameters]
     takes = f"{name} takes {', '.join(known)}" if known else f"{name} takes no options"
@@ -334,6 +345,7 @@ def _warn_of_warmup(name: str, warmup_steps: int) -> None:
 
 
 def _asks_for_metric(scheduler: Any) -> bool:
+    # `ReduceLROnPlateau.step(metrics)` requires it; `step(epoch=None)` of others does not.
     first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return first is not None and first.kind not in variadic and first.default is inspect.Parameter.empty

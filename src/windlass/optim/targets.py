@@ -52,6 +52,7 @@ def target_weights(model: nn.Module, targets: str | Sequence[str] | None) -> set
     linear = {
         name: m.weight for name, m in modules.items() if isinstance(m, nn.Linear) and id(m.weight) not in tied
     }
+    # Transformers takes both spellings.
     if isinstance(targets, str) and targets.replace("_", "-") == "all-linear":
         targets = ".*"
     items = [targets] if isinstance(targets, str) else list(targets or ())

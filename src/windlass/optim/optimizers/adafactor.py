@@ -100,6 +100,8 @@ class Adafactor(PerParameterOptimizer):
         lr = _learning_rate(weight, group, state["step"])
         update = factored_update(grad, state, group, lr)
         if group["weight_decay"] != 0:
+            # Not with `alpha=`: the rate may be a tensor on the device, and torch would read that number on the
+            # host.
             weight.sub_(weight * (group["weight_decay"] * lr))
         weight.sub_(update)
         if weight is not parameter:
@@ -111,6 +113,7 @@ def factored_update(grad: Tensor, state: dict[str, Any], group: dict[str, Any], 
     beta1 = group.get("beta1")
     if state.keys().isdisjoint(("exp_avg_sq", "exp_avg_sq_row")):
         start_moments(state, grad, beta1 is not None)
+    # As in transformers' Adafactor, the rate is in the first moment: it averages updates and not directions.
     update = clipped(preconditioned(grad, state, group), group).mul_(lr)
     if beta1 is None:
         return update
@@ -146,6 +149,7 @@ def preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -
     """The gradient over the root of its running second moment, shape of `grad`; moves that moment in `state`. `group`
     has `eps` and `decay_rate`.
     """
+    # Section 7.2 of the paper. It is 0 in the first update, so that the moments need no correction of a bias.
     beta2 = 1.0 - math.pow(state["step"], group["decay_rate"])
     square = grad**2 + group["eps"][0]
     if grad.dim() < 2:
@@ -153,6 +157,7 @@ def preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -
         return moment.rsqrt().mul_(grad)
     row = state["exp_avg_sq_row"].mul_(beta2).add_(square.mean(dim=-1), alpha=1.0 - beta2)
     column: Tensor = state["exp_avg_sq_col"].mul_(beta2).add_(square.mean(dim=-2), alpha=1.0 - beta2)
+    # Algorithm 4 of the paper, V = R C / (1^T R), with means in the place of its sums: the sizes cancel out.
     row_part: Tensor = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
     return torch.mul(row_part, column.unsqueeze(-2).rsqrt()).mul_(grad)
 
@@ -164,5 +169,6 @@ def clipped(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 def rms(tensor: Tensor) -> Tensor:
     """The root mean square of all elements, a scalar on the device."""
+    # The norm, rather than the mean of squares: no second tensor of this size is made.
     norm: Tensor = torch.linalg.vector_norm(tensor)
     return norm / math.sqrt(tensor.numel())

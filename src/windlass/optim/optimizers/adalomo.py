@@ -47,6 +47,7 @@ class AdaLomo(PerParameterOptimizer):
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         grad = whole(grad)  # rows and columns of all of it
+        # Of the whole parameter: the norm of one rank's part would give every rank another rate.
         size = rms(whole(parameter).to(grad.dtype)).clamp(min=group["eps"][1])
         lr = size * group["lr"]
         update = factored_update(grad, state, group, lr)

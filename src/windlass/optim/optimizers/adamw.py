@@ -37,6 +37,8 @@ class AdamW(torch.optim.AdamW):
         calls = self._calls() if closure is None else None
         if calls is None:
             return _torch_step(self, closure)
+        # Counted before the kernels, which correct the bias by the number of this update. torch refuses empty
+        # lists.
         if counts := [count for _, tensors in calls for count in tensors[-1]]:
             torch._foreach_add_(counts, 1)
         for group, (params, gradients, averages, squares, counts) in calls:
@@ -77,6 +79,8 @@ class AdamW(torch.optim.AdamW):
                 continue
             states = [self.state[p] for p in params]
             if not all(states):  # in the first update
+                # Torch makes the state, so that it has the form that torch's own step expects. The six lists,
+                # which it fills for that step, are not used.
                 self._init_group(group, *([] for _ in range(6)))  # type: ignore[no-untyped-call]
             tensors = [
                 params,

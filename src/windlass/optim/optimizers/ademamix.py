@@ -75,6 +75,7 @@ class AdEMAMix(ElementwiseOptimizer):
         squares, steps = batch.column("exp_avg_sq"), batch.advance()
         beta1, beta2, _ = group["betas"]
         rates = [_slow_decay(step, group) for step in steps]
+        # Averages may be wider than gradients, and torch's functions of lists want one dtype.
         gradients = [g.to(f.dtype) for g, f in zip(batch.gradients, fast, strict=True)]
         torch._foreach_lerp_(fast, gradients, 1 - beta1)
         torch._foreach_mul_(slow, rates)

@@ -68,6 +68,7 @@ class AnyPrecisionAdamW(ElementwiseOptimizer):
             gradient = gradient.float()
             mean = moment.float().lerp_(gradient, 1 - beta1)
             variance = square.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            # `float()` of a tensor in fp32 is the tensor itself, which was changed in place.
             if mean is not moment:
                 moment.copy_(mean)
             if variance is not square:

@@ -28,6 +28,7 @@ from windlass.optim.optimizers.low_rank import (
 from windlass.optim.optimizers.options import Recipe
 from windlass.optim.per_parameter import move
 
+# The norm-growth limiter of Fira (arXiv:2410.01623), with the limit that APOLLO uses.
 _GROWTH = 1.01  # the norm of an update is at most this times that of the one before
 _TINY = 1e-8
 
@@ -96,6 +97,7 @@ class ApolloAdamW(LowRankOptimizer):
         move(parameter, update, group["weight_decay"] * group["lr"])
 
     def _basis(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Tensor]:
+        # `step` counts this update already. `number` is the seed, so each gap has its own matrix.
         number, since = divmod(state["step"] - 1, group["update_proj_gap"])
         if group["proj"] == "svd":
             if since == 0:
@@ -105,6 +107,7 @@ class ApolloAdamW(LowRankOptimizer):
         rank, generator = rank_of(grad.shape, group["rank"]), new_generator(grad.device, number)
         shape = (grad.shape[0], rank) if side == "left" else (rank, grad.shape[1])
         drawn = torch.randn(shape, generator=generator, dtype=grad.dtype, device=generator.device)
+        # Entries of variance 1/r: a projection keeps the norm of a column in expectation.
         return {side: drawn.to(grad.device) / rank**0.5}
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:

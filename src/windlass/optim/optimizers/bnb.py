@@ -42,6 +42,7 @@ def bnb_rmsprop(plan: OptimizerPlan) -> Recipe:
 def _recipe(plan: OptimizerPlan, name: str, options: dict[str, Any], pages: bool = True) -> Recipe:
     library = bitsandbytes_library(f"use optim={plan.name!r}").optim
     kwargs = {"lr": plan.learning_rate, **options, "optim_bits": 8 if "8bit" in plan.name else 32}
+    # RMSprop of bitsandbytes has no `is_paged`.
     if pages:
         kwargs["is_paged"] = "paged" in plan.name
     return _with_start_state(getattr(library, name), plan.name), kwargs
@@ -61,6 +62,7 @@ def _with_start_state(base: Callable[..., Any], name: str) -> type[torch.optim.O
             number = next(i for i, other in enumerate(groups) if other is group)
             place = next(i for i, other in enumerate(group["params"]) if other is parameter)
             self.init_state(group, parameter, number, place)
+            # The library puts it into `state`, where a checkpoint is installed only once all of it is checked.
             return dict(self.state.pop(parameter))
 
     WithStartState.__name__ = WithStartState.__qualname__ = str(getattr(base, "__name__", name))

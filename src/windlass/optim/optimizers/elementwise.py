@@ -97,6 +97,7 @@ def zeros(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def check_ranges(group: Mapping[str, Any]) -> None:
     """Check the options that most optimizers have. Raises ValueError with the option and its value."""
     for name in ("lr", "eps", "weight_decay"):
+        # Not `< 0`: NaN is refused too.
         if name in group and not group[name] >= 0:
             raise ValueError(f"{name}={group[name]} must be at least 0")
     for beta in group.get("betas", ()):

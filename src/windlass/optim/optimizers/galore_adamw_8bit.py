@@ -33,6 +33,7 @@ class GaLoreAdamW8bit(GaLoreAdamW):
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         grad = whole(grad)  # blocks of all of it
+        # A dict of its own: the state itself must not keep the moments in fp32.
         moments: dict[str, Any] = {"step": state["step"]}
         for key, signed in _MOMENTS:
             if f"{key}_scale" in state:
@@ -75,8 +76,10 @@ def quantise(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     the first moment over `eps` where that is still there.
     """
     flat = values.detach().float().flatten()
+    # The last block is filled up with zeros, which do not change its largest magnitude.
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scale = padded.abs().amax(1)
+    # A block of zeros has the scale 0: without the lower bound it would become NaN.
     relative = padded / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     table = levels(signed).to(values.device)
     nearest = torch.bucketize(relative, (table[1:] + table[:-1]) / 2)

@@ -91,6 +91,7 @@ def _clipped(batch: Batch, limit: float) -> list[Tensor]:
     if limit <= 0 or not batch.gradients:
         return batch.gradients
     squares = batch.sums(torch._foreach_mul(batch.gradients, batch.gradients))
+    # The formula of `torch.nn.utils.clip_grad_norm_`, with its 1e-6.
     factors = [(limit / (square.sqrt() + 1e-6)).clamp(max=1.0) for square in squares]
     return [gradient * factor for gradient, factor in zip(batch.gradients, factors, strict=True)]
 

@@ -41,6 +41,7 @@ class Lion(ElementwiseOptimizer):
         torch._foreach_sign_(direction)
         decay_(batch.weights, group["lr"] * group["weight_decay"])
         torch._foreach_add_(batch.weights, direction, alpha=-group["lr"])
+        # After the update, which uses the momentum of the gradients before this one.
         average_(moments, batch.gradients, beta2)
 
 

@@ -66,6 +66,7 @@ class LowRankOptimizer(PerParameterOptimizer):
         """
         param_group.setdefault("projected", "rank" in param_group)
         super().add_param_group(param_group)
+        # Read back, not `param_group`: its options are complete only now.
         group = self.param_groups[-1]
         if group["projected"]:
             check_projection(group)
@@ -166,6 +167,7 @@ def bases(grad: Tensor, rank: int, proj_type: str) -> dict[str, Tensor]:
             "this update, lower the learning rate, or set nonfinite_policy to 'skip' or 'rollback'"
         ) from error
     vectors = {"left": left[:, :rank], "right": right[:rank]}
+    # A slice would keep all singular vectors in memory as long as the basis is used.
     return {side: vectors[side].contiguous() for side in projected_sides(grad.shape, proj_type)}
 
 

@@ -67,6 +67,8 @@ class MuonWithAdamW(CopiedOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
+        # The inner optimizers get the same dicts as this one has, and torch adds their options to them in place.
+        # So a schedule that sets "lr" here sets it there, and a checkpoint has the options of each.
         self._inner: list[tuple[bool, Optimizer]] = []
         if self._groups(True):
             kind = _MuonAnywhere(self._groups(True), lr=lr, weight_decay=weight_decay, **for_muon)  # type: ignore[arg-type]
@@ -115,6 +117,7 @@ class _MuonAnywhere(Muon):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     _move(parameter, parameter.grad, self.state[parameter], group)
+        # Torch's step gets the remaining groups; the state is one for all.
         self.param_groups = [group for group in groups if not _is_own(group)]
         try:
             return super().step(closure)  # type: ignore[no-untyped-call]
@@ -156,8 +159,11 @@ def orthogonalized(
     (Jordan et al., 2024). Equal to torch's own but for the rounding of single operations.
     """
     a, b, c = coefficients
+    # The Gram matrix is that of the smaller side: transposing a tall matrix makes the products cheaper.
     tall = matrix.size(0) > matrix.size(1)
     found: Tensor = matrix.bfloat16().T if tall else matrix.bfloat16()
+    # Not in place: `bfloat16()` of a bfloat16 matrix is that matrix, which may be the momentum. The iteration
+    # converges for singular values up to 1, and the Frobenius norm is at least the largest of them.
     found = found / found.norm().clamp(min=epsilon)
     for _ in range(steps):
         gram = found @ found.T

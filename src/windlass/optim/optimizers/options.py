@@ -74,4 +74,5 @@ def _parse(value: Any, kind: type) -> Any:
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise ValueError(value)
         return found
+    # Values of `optim_args` are text, and `bool("False")` is True.
     return flag(value) if kind is bool else kind(value)

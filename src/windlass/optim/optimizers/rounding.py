@@ -45,6 +45,7 @@ def seed_of(parameter: Tensor, position: int, step: int) -> int:
     """
     seed = step
     for number in (position, *part(parameter).offsets):
+        # Generators take seeds of 64 bits at most.
         seed = (seed * 1_000_003 + number + 1) % (1 << 61)
     return seed
 
@@ -58,7 +59,9 @@ def _noise(like: Tensor, seed: int) -> Tensor:
 def round_up_or_down(exact: Tensor, noise: Tensor) -> Tensor:
     """bf16 is the upper half of fp32: adding 16 random bits below it carries with the right probability."""
     if exact.device.type == "xla":
+        # -65536 is 0xFFFF0000: it clears the lower half.
         rounded = xla.numbers_of((xla.bits_of(exact) + noise) & -65536)
     else:
         rounded = ((exact.view(torch.int32) + noise) & -65536).view(torch.float32)
+    # A carry out of a NaN whose bits are all set would turn it into -0.
     return torch.where(exact.isfinite(), rounded, exact).to(torch.bfloat16)

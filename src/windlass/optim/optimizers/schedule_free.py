@@ -61,6 +61,7 @@ class ScheduleFree(ElementwiseOptimizer):
                 elif not to_train and "z" in state:
                     state["y"] = parameter.detach().clone()
                     weight, z = locals_of([parameter, state["z"]])
+                    # x = y / beta1 + (1 - 1 / beta1) * z, from the definition of y.
                     weight.lerp_(z, 1 - 1 / _beta1(group))
 
     @torch.no_grad()
@@ -87,10 +88,12 @@ class ScheduleFree(ElementwiseOptimizer):
         group["scheduled_lr"], group["lr_max"] = lr, max(lr, group["lr_max"])
         weight = step ** group["r"] * group["lr_max"] ** group["weight_lr_power"]
         group["weight_sum"] += weight
+        # The sum is 0 as long as the rate is: in a silent phase, or at the start of a schedule's warm-up.
         share = weight / group["weight_sum"] if group["weight_sum"] else 0.0
         if not batch.weights:
             return
         if group["weight_decay"] != 0:
+            # `directions` are new tensors, so gradients are not changed by this.
             torch._foreach_add_(directions, batch.weights, alpha=group["weight_decay"])
         # y moves as (1 - beta1) z + beta1 x do, without x being computed.
         z = batch.column("z")
@@ -160,11 +163,14 @@ class ScheduleFreeRAdam(ScheduleFree):
 
     def directions(self, batch: Batch, group: dict[str, Any], step: int) -> tuple[list[Tensor], float]:
         decay = group["betas"][1]
+        # rho_inf and rho_t of algorithm 2 in the paper; the ratio below is the square of its rectification term.
         longest = 2 / (1 - decay) - 1
         length = longest - 2 * step * decay**step / (1 - decay**step)
+        # Before the branch: the second moment is averaged in the phase of SGD too.
         adam = _adam_directions(batch, group, step)
         if length <= 4:
             factor = 0.0 if group["silent_sgd_phase"] else 1.0
+            # Copies, because weight decay is added to the directions in place.
             return [gradient.clone() for gradient in batch.gradients], group["lr"] * factor
         ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
         return adam, group["lr"] * math.sqrt(ratio)

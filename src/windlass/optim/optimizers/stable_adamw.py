@@ -65,6 +65,7 @@ class StableAdamW(ElementwiseOptimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
         )
 
+        # None compensates all half-precision weights, and no others can lose updates.
         self.keeps_small_updates = kahan_sum is not False
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
@@ -81,6 +82,7 @@ class StableAdamW(ElementwiseOptimizer):
             moments, torch._foreach_mul(gradients, [1 - _debiased(beta1, step) for step in steps])
         )
         torch._foreach_mul_(squares, [_debiased(beta2, step) for step in steps])
+        # Kept for the ratio below, which needs g**2 beside its average.
         grown = torch._foreach_mul(gradients, gradients)
         torch._foreach_add_(
             squares, torch._foreach_mul(grown, [1 - _debiased(beta2, step) for step in steps])

@@ -25,6 +25,7 @@ def torchao_adamw(plan: OptimizerPlan) -> Recipe:
     options = read_options(plan.name, plan.options, _OPTIONS)
     library = require("torchao.optim", f"use optim={plan.name!r}")
     four = plan.name.endswith("4bit")
+    # The defaults of the library. Transformers sets 256 for both.
     options.setdefault("block_size", 128 if four else 256)
     kwargs = {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
     return _checked(library.AdamW4bit if four else library.AdamW8bit), kwargs
@@ -51,11 +52,13 @@ def _checked(base: Callable[..., Any]) -> type[torch.optim.Optimizer]:
         def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
             """The state of a parameter before its first update."""
             return {
+                # As in the library's own step: its code adds to a tensor on the host.
                 "step": torch.tensor(0.0),
                 "exp_avg": self._new_buffer(parameter, True),
                 "exp_avg_sq": self._new_buffer(parameter, False),
             }
 
+    # The library's name: `optim/resolution.py` finds the optimizer by it.
     Checked.__name__ = Checked.__qualname__ = str(getattr(base, "__name__", "AdamW"))
     return Checked
 

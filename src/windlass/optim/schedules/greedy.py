@@ -118,6 +118,8 @@ class GreedyLR:
         """Restore a `state`, and write its rates into the optimizer."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        # The sum is restored and not added up again: additions and subtractions in another order round
+        # differently, and a resumed run would differ from one that was not interrupted.
         self._window, self._window_sum = deque(state["window"]), state["window_sum"]
         self._last_lr, self.base_lrs = list(state["lrs"]), list(state["base_lrs"])
         self._write(self._last_lr)
@@ -182,6 +184,7 @@ class GreedyLR:
 
     def _tell(self, what: str) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
+        # At a bound, or by less than `eps`, nothing has changed.
         if rates != self._last_lr:
             level = logging.WARNING if self.verbose else logging.INFO
             _log.log(level, "greedy: evaluation %d %s the learning rates: %s", self.last_epoch, what, rates)

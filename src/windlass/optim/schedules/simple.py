@@ -41,6 +41,7 @@ def decaying(span: Span, name: str, curve: Callable[[float], float]) -> Factor:
     the length of the run is not known; `name` is the schedule's.
     """
     warmup = span.warmup
+    # At least 1, as a run that is all warm-up would divide by 0.
     decay = max(1, span.known_total(name) - warmup)
     return warming_up(span, partial(_along, curve, warmup, decay))
 
@@ -102,6 +103,7 @@ def _root(shift: float, scale: float, step: int) -> float:
 
 def polynomial(span: Span, *, lr_end: float = 1e-7, power: float = 1.0) -> Factor:
     """Linear warm-up, then a polynomial fall to the learning rate `lr_end`, which must lie below the peak."""
+    # Only checked here, so that the error comes when the schedule is made and not in its first update.
     span.known_total("polynomial")
     if lr_end >= span.peak:
         fix = f"must be below the learning rate {span.peak}"
@@ -163,6 +165,7 @@ def _rise_and_fall(
 
 
 def _restarts(cycles: float, progress: float) -> float:
+    # The end needs its own case: 1.0 % 1.0 is 0, the peak of a next cycle.
     return 0.0 if progress >= 1.0 else max(0.0, wave(0.5, (cycles * progress) % 1.0))
 
 

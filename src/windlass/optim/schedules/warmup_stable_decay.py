@@ -78,6 +78,7 @@ def _stable_steps(span: Span, given: float | None, decay: float) -> float:
 def _rise(kind: str) -> Curve:
     _known("warmup_type", kind)
     if kind == "linear":
+        # As the identity: a lambda could not be pickled.
         return float
     return _rise_along_cosine if kind == "cosine" else _rise_along_root
 
