@@ -95,6 +95,8 @@ def find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation:
         updates = round((checkpoint.epoch - epoch) * checkpoint.max_steps) if epoch else step
         return ForeignPlace(epoch, updates, None, source.position_after(epoch, updates, accumulation))
     epoch, updates = divmod(step, whole)
+    # transformers counts its epoch in micro-batches: with a short last update the fraction is off by less than one
+    # update.
     if abs(checkpoint.epoch * whole - step) > 1:
         epoch = int(checkpoint.epoch)
         updates = round((checkpoint.epoch - epoch) * whole)

@@ -171,6 +171,7 @@ class Evaluator:
             on_batch()
 
         with contextlib.ExitStack() as stack:
+            # Also if a batch that only fills a round fails.
             for each in (self, evaluation.strategy):
                 stack.callback(setattr, each, "filling", False)
             self._enter_evaluation_mode(stack, evaluation)

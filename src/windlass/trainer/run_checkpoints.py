@@ -107,6 +107,7 @@ class RunCheckpoints:
         state, best = self._events.state, self.best
         step, previous_best = state.global_step, best.begin_save()
         content = self._content_on_all_ranks(step, script)
+        # Training goes on until the commit, and `on_save` has to get the state of the saved step.
         as_saved = copy.copy(state)
         as_saved.log_history = list(state.log_history)
         ended = partial(self._ended, as_saved, previous_best, script.committed)

@@ -252,10 +252,12 @@ class RunTraining(LoopHooks):
         if "on_step_begin" in heard:
             events.fire("on_step_begin")
             heard = events.handler.heard
+        # The executor calls `stepped`, which steps such a schedule, only if this event is heard.
         self.steps.heard = heard | {"on_optimizer_step"} if self._schedule.counts_steps else heard
 
     def step_end(self, batch: UpdateBatch, applied: bool) -> None:
         """Apply signals, count the data, fire `on_step_end`, and do the work that is due."""
+        # Without signals, too, if the clock requested a save the last time: that is over now.
         if self._signals.clock_asks or any(batch.signals):
             self._receive(batch.signals)
         self._reports.count(batch)
