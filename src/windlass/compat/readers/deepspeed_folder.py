@@ -216,6 +216,7 @@ class DeepSpeedWeights(TensorSource):
         begin = 0
         for group in self._shapes():
             for name, shape in group.items():
+                # Rounded up: DeepSpeed pads each parameter to as many elements on all ranks.
                 length = -(-math.prod(shape) // len(states))
                 self._add_padded(
                     name, shape, [run for of_rank in flat for run in _between(of_rank, begin, length)]

@@ -261,6 +261,7 @@ class _CheckedContent:
         known = self._tensors.setdefault(described, described)
         if known is described:
             self._claimed += described.nbytes
+        # Tensors may share a storage: without a limit a small file could describe more than any memory holds.
         if self._claimed > 2 * self._size:
             raise self._error("its tensors claim more than twice the bytes that are there")
         return known
