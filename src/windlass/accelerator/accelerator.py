@@ -869,6 +869,7 @@ class Accelerator(Ranks):
 
     def check_trigger(self) -> bool:
         """Return True if any process has set its trigger, and reset all triggers then. Collective."""
+        # A copy: `sum` replaces the values of what it is given.
         own = torch.tensor(0) if self.flag_tensor is None else self.flag_tensor.clone()
         if int(self._all_ranks.sum(own)) == 0:
             return False
@@ -1007,7 +1008,7 @@ class Accelerator(Ranks):
         try:
             if self.is_main_process:
                 save_split(folder, state, limit, offloaded=read)
-        finally:
+        finally:  # the other processes wait here, whatever was raised
             self._all_ranks.barrier()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -1058,6 +1059,7 @@ class Accelerator(Ranks):
         check_tracker_names("init_kwargs", options, self.log_with)
         opened = [build_tracker(item, project_name, self.logging_dir, options) for item in self.log_with]
         for tracker in opened:
+            # Trackers record the command line, which may hold a token.
             with redacted_argv():
                 tracker.start()
         self.trackers += opened

@@ -161,6 +161,7 @@ class Prepared:
     @functools.cached_property
     def _scaling(self) -> NativeExecutor:
         """Scales losses, and updates nothing: for optimizers that update after the backward, or are not prepared."""
+        # PyTorch refuses an empty list of parameters, and takes an empty group.
         nothing = torch.optim.SGD([{"params": []}], lr=0.0)
         return NativeExecutor(Alone(nn.Module()), nothing, self._device, self.scaler, [])
 

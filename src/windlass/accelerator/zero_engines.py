@@ -132,6 +132,7 @@ class ZeroEngines:
         config = {
             name: value
             for name, value in self.plan.config.items()
+            # The engine gets an optimizer as an object, and its sizes from `for_engine`; the loop steps the schedule.
             if name not in ("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu")
         }
         clipping = config.get("gradient_clipping")

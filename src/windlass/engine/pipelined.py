@@ -108,6 +108,7 @@ class PipelineExecutor(NativeExecutor):
         for stage in self._stages:
             stage.body = partial(self._micro_step, update, hooks, shares, stage.is_last)
         try:
+            # A schedule hands one target of each micro-batch to its loss; `_loss_itself` reads none.
             schedule.step(target=torch.arange(micro_batches), return_outputs=False)
         finally:
             self._loss, self._takes_loss = None, False
