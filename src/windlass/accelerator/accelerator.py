@@ -211,8 +211,9 @@ class Accelerator(Ranks):
     def _in_worker(cls, all_ranks: Gang, device: torch.device, settings: LoopSettings) -> Accelerator:
         """An accelerator with these settings and nothing prepared, for a process that does not train."""
         accelerator = cls.__new__(cls)
+        # The scaler makes a tensor, and a forked worker cannot use the device of its parent.
         accelerator._assemble(all_ranks, device, settings, UnitScaler(torch.device("cpu")))
-        if not PROCESS:
+        if not PROCESS:  # a forked worker has those of its parent
             publish(accelerator.state, accelerator.gradient_state)
         return accelerator
 

@@ -152,7 +152,7 @@ class Preparer:
         found = [self._prepared.strategy_of(model) for model in models]
         prepared: list[Any] = [strategy.model for strategy in found if strategy is not None]
         for model in prepared:
-            model._is_accelerate_prepared = True
+            model._is_accelerate_prepared = True  # scripts look for it
         return prepared
 
     def _check_model(self, model: nn.Module) -> None:

@@ -107,7 +107,7 @@ def compare_trainer_and_checkpoint_args(
     if in_all is not None:
         pairs["per_device_train_batch_size"] = (
             training_args.per_device_train_batch_size,
-            in_all // max(1, training_args.n_gpu),  # transformers saves it for all devices of a process
+            in_all // max(1, training_args.n_gpu),
         )
     changed = [
         f"{name}={now!r} (then {then!r})"

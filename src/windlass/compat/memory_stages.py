@@ -68,7 +68,6 @@ class TrainerMemoryTracker:
 
     def _caller(self) -> str:
         """The stage of the method that called the public method which asks."""
-        # [1] is the public method; without context no source file is read.
         name = inspect.stack(context=0)[2].function
         if name not in self.stages:
             known = ", ".join(self.stages)

@@ -61,7 +61,6 @@ class AdafactorSchedule(LambdaLR):
     """
 
     def __init__(self, optimizer: Any, initial_lr: float = 0.0) -> None:
-        # `LambdaLR` would take the "lr" of the groups instead, which is None with relative steps.
         for group in optimizer.param_groups:
             group["initial_lr"] = initial_lr
         super().__init__(optimizer, lambda _: initial_lr)

@@ -60,6 +60,5 @@ def load_sharded_checkpoint(
         if wrong:
             raise MisfitError(f"{path} has {len(wrong)} tensors of another shape: {shorten(wrong)}")
         for name, source in found.items():
-            # Of a sharded tensor only this rank's part is read.
             local(state[name]).copy_(tensors.read(source, part(state[name])))
     return UnmatchedNames(missing, unexpected)

@@ -88,7 +88,6 @@ class TrlParser(HfArgumentParser):
 
 def _config_file(words: list[str]) -> tuple[Path | None, list[str]]:
     """The path after `--config`, and the other words."""
-    # This parser knows one flag: it would take any that `--config` begins with for an abbreviation.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument(_FLAG, type=Path)
     found, remaining = finder.parse_known_args(words)

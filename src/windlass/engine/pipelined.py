@@ -101,6 +101,7 @@ class PipelineExecutor(NativeExecutor):
                 f"{count} of an update: the others have no weight, and cost time. Set gradient_accumulation_steps to a "
                 f"multiple of {self._plan.size}",
             )
+            # The update itself stays as it is: `run_step` replays its own micro-batches.
             update = copy(update)
             fill_up(update, micro_batches)
         shares: list[Tensor] = []

@@ -287,6 +287,7 @@ def _checked(values: Any) -> MemoryNote:
         raise CheckpointError(f"{FILE_NAME} does not hold the names of a note")
     for name, value in values.items():
         optional = value is None and not name.startswith("asked_")
+        # A number beyond any batch is damage.
         if not optional and (type(value) is not int or not 1 <= value <= 1 << 40):
             raise CheckpointError(f"{FILE_NAME}: {name} is not a size")
     return MemoryNote(**values)

@@ -66,6 +66,7 @@ def restore_foreign(
 ) -> None:
     """Restore optimizer, schedule, loss scaler and position; random generators start from this run's seed."""
     ours = isinstance(schedule, FactorSchedule)
+    # A schedule of ours computes the rates of each update; another one continues from those of the groups.
     checkpoint.load_optimizer_of(optimizer, model, with_rates=not ours)
     if isinstance(schedule, FactorSchedule):
         schedule.load_state_dict({"step": checkpoint.step})

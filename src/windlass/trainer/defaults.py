@@ -257,6 +257,7 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+            # By default the value itself: a configuration without this field does not get one.
             given = getattr(config, name, value)
             # A configuration may list several tokens that end a text.
             is_listed = isinstance(given, (list, tuple)) and value in given

@@ -156,6 +156,7 @@ class Evaluator:
                 yield ids, batch
 
         def predict(batch: Any) -> tuple[Any, Any, Any]:
+            # Before the step, which may take labels out of the batch.
             targets = self._loss.counter(batch) if self._loss.is_sum else 0.0
             try:
                 loss, logits, labels = evaluation.predict(batch)

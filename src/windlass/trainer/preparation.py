@@ -256,6 +256,7 @@ def _bytes_on(model: nn.Module, device: torch.device) -> int:
 
 def _width(model: nn.Module) -> int | None:
     """The width that the configuration of a transformers model has; that of its text part, if it has several."""
+    # By it DeepSpeed's "auto" sizes of buckets are computed.
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or getattr(
         getattr(config, "text_config", None), "hidden_size", None

@@ -113,7 +113,7 @@ class Run(Interruptible):
             SavedPart("best", self.checkpoints.best, optional=True),
             SavedPart("schedule", self.schedule),
             SavedPart("executor", self.executor),
-            RankPart("position", Position(self.loop), rolls_back=False),
+            RankPart("position", Position(self.loop), rolls_back=False),  # before "loop", which takes it over
             SavedPart("loop", self.loop, rolls_back=False),
             SavedPart("due_work", self.pending, rolls_back=False, optional=True, earlier="unfinished"),
             RankPart("ledger", self.ledger, adopt=partial(_merge_ledgers, self.ledger, all_ranks)),

@@ -294,9 +294,10 @@ class RunTraining(LoopHooks):
             return False
         what = find_nonfinite_samples(suspect, self._context.session.data_ranks)
         if self._context.plan.stability.nonfinite == "rollback":
+            # `step_end`, which does this otherwise, is not called after a rollback.
             self._receive(suspect.data.signals)
             self._hooks.log(self._run.restorer.roll_back(what, self._run.loop.position), None)
-            self._executor.begin()
+            self._executor.begin()  # a checkpoint holds averaged weights, if there are any
             return True
         job_logger.warning("%s; this update is skipped", what)
         self._hooks.log({"skipped_update": self._events.state.global_step, "reason": what}, None)

@@ -174,6 +174,7 @@ class ScriptLoss:
             )
         seen = torch.tensor([float(used), float(self.read_count)], dtype=torch.float64)
         was_used, was_read = (total > 0 for total in self._data_ranks.sum(seen).tolist())
+        # In one process a loss need not be multiplied by 1: reading the count decides.
         if was_used != was_read and (was_used or self._data_ranks.size > 1):
             what = "divides by" if was_read else "does not read"
             does = "multiplies by" if was_used else "does not multiply by"

@@ -169,6 +169,7 @@ class Trainer:
             self._session, self._plans, self.accelerator, self._engine, callback_handler
         )
         self._services.loss.take_model(self.model, self.label_names)
+        # For scripts that call methods such as `compute_loss` before a run.
         self._services.loss.adopt(hooks.loss_settings(self, Trainer), hooks.loss_hooks(self))
         for last in defaults.last_callbacks(self.args):
             self.add_callback(last)

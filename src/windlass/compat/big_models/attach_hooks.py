@@ -206,7 +206,6 @@ def extract_submodules_state_dict(
     }
 
 
-# As in accelerate: norms and embeddings keep the digits of their dtype.
 CASTABLE = (
     nn.Conv1d,
     nn.Conv2d,

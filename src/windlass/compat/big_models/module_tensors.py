@@ -47,7 +47,6 @@ def renewed(param: nn.Parameter, data: Tensor) -> nn.Parameter:
         new = nn.Parameter(data, requires_grad=param.requires_grad)
         new.__dict__.update(param.__dict__)
         return new
-    # As accelerate: subclasses such as those of bitsandbytes take their attributes as keywords.
     return type(param)(data, requires_grad=param.requires_grad, **param.__dict__)
 
 
@@ -269,6 +268,5 @@ def _moved(module: nn.Module, device: Place | None) -> Iterator[None]:
         for name, original in originals.items():
             moved = get_tensor(module, name)
             if moved is not original and not moved.is_meta:
-                # Into the original, to which an optimizer refers.
                 original.data.copy_(moved.data)
             put_tensor(module, name, original)

@@ -158,6 +158,7 @@ def _members(file: BinaryIO) -> dict[int, tuple[int, int]]:
                 raise RefusedFileError(
                     f"{name!r} in it is compressed or encrypted, which torch.save does not do"
                 )
+        # Of two with one name, torch may read another one than this module has looked at.
         if len(archive.NameToInfo) != len(infos):
             raise RefusedFileError("two of its members have the same name")
         if pickles[0].file_size > MAX_PICKLE:
