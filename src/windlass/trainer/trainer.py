@@ -169,7 +169,6 @@ class Trainer:
             self._session, self._plans, self.accelerator, self._engine, callback_handler
         )
         self._services.loss.take_model(self.model, self.label_names)
-        # For scripts that call methods such as `compute_loss` before a run.
         self._services.loss.adopt(hooks.loss_settings(self, Trainer), hooks.loss_hooks(self))
         for last in defaults.last_callbacks(self.args):
             self.add_callback(last)
@@ -900,7 +899,7 @@ class Trainer:
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 loss = without_gradient(loss)
-                # With these the model gets no labels, so the first of a tuple is no loss.
+                # With these the model gets no labels, so the first of a tuple is not a loss.
                 by_model = not (self._services.loss.settings.smoothing or self.compute_loss_func is not None)
                 has_loss = evaluator.output_has_loss(outputs, by_model)
             else:
