@@ -71,6 +71,7 @@ class Run(Interruptible):
         counts = session.all_ranks.over("model").rank == 0
         self.ledger = Ledger(session.device, session.all_ranks.sum, counts)
         self.seed_step = StepSeeder(plan.seed, session.data_ranks.rank, session.device)
+        # For a run without a state to restore; the generators of a checkpoint replace this.
         self.seed_step.start(0)
         self._events.use_plan(plan)
         self.use_size(plan.batch)

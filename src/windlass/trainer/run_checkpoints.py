@@ -143,6 +143,7 @@ class RunCheckpoints:
         # A part that fails to return its state must not leave other ranks waiting in the exchange below.
         try:
             if manager.store.is_writer:
+                # Within training the folder must still be this run's; a save after it takes the lock again.
                 self._folder.confirm()
             content = self._content(manager.store, script).encoded()
         except BaseException as raised:

@@ -139,6 +139,7 @@ class RunTraining(LoopHooks):
         context, events = self._context, self._events
         interruption, save = context.interruption, self._hooks.save_checkpoint
         events.fire("on_train_begin")
+        # Callbacks make their averages in `on_train_begin`.
         self._executor.average_by(events.averages())
         if context.plan.reports.evaluate_first and events.state.global_step == 0:
             # A schedule that follows the metric ignores it: no update was made yet.
@@ -167,6 +168,7 @@ class RunTraining(LoopHooks):
 
     def _finish(self, started: Moment) -> TrainOutput:
         """Report, load the best model, and fire `on_train_end`."""
+        # Training is over: what follows does not count as computation.
         run_clock().enter(SAVE)
         metrics = self._reports.summary(started)
         self._executor.finish()

@@ -596,6 +596,7 @@ class Trainer:
             dataset=self.train_dataset,
             description="Training",
             batch_size=self.args.train_batch_size,
+            # Of an override alone: otherwise the loader builds its order, with the sizes of batches.
             sampler_fn=self._get_train_sampler
             if hooks.overrides(self, Trainer, "_get_train_sampler")
             else None,
