@@ -79,6 +79,7 @@ class ZeroEngines:
         )
         read = {name: value for name, value in section.get("params", {}).items() if name not in _KERNELS}
         options = {"lr": item.lr, "weight_decay": item.weight_decay, **item.kwargs, **read}
+        # The only kind: a configuration that names another one is refused when it is read.
         return torch.optim.AdamW(item.params, **options)
 
     def _schedule(self, item: DummyScheduler, made: dict[int, torch.optim.Optimizer]) -> Any:

@@ -179,7 +179,8 @@ def last_callbacks(args: TrainingArguments) -> list[Any]:
 
 
 def multiplied_parameters(model: nn.Module) -> int:
-    """Parameters that take part in multiplications with every token: all but embedding tables, which are looked up.
+    """Parameters that take part in multiplications with every token: all but embedding tables, which are looked up. An
+    output layer that is tied to a table is left out with it.
 
     Source: N of Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1.
     """
