@@ -211,8 +211,9 @@ class Accelerator(Ranks):
     def _in_worker(cls, all_ranks: Gang, device: torch.device, settings: LoopSettings) -> Accelerator:
         """An accelerator with these settings and nothing prepared, for a process that does not train."""
         accelerator = cls.__new__(cls)
+        # The scaler makes a tensor, and a forked worker cannot use the device of its parent.
         accelerator._assemble(all_ranks, device, settings, UnitScaler(torch.device("cpu")))
-        if not PROCESS:
+        if not PROCESS:  # a forked worker has those of its parent
             publish(accelerator.state, accelerator.gradient_state)
         return accelerator
 
@@ -869,6 +870,7 @@ class Accelerator(Ranks):
 
     def check_trigger(self) -> bool:
         """Return True if any process has set its trigger, and reset all triggers then. Collective."""
+        # A copy: `sum` replaces the values of what it is given.
         own = torch.tensor(0) if self.flag_tensor is None else self.flag_tensor.clone()
         if int(self._all_ranks.sum(own)) == 0:
             return False
@@ -1007,7 +1009,7 @@ class Accelerator(Ranks):
         try:
             if self.is_main_process:
                 save_split(folder, state, limit, offloaded=read)
-        finally:
+        finally:  # the other processes wait here, whatever was raised
             self._all_ranks.barrier()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -1058,6 +1060,7 @@ class Accelerator(Ranks):
         check_tracker_names("init_kwargs", options, self.log_with)
         opened = [build_tracker(item, project_name, self.logging_dir, options) for item in self.log_with]
         for tracker in opened:
+            # Trackers record the command line, which may hold a token.
             with redacted_argv():
                 tracker.start()
         self.trackers += opened

@@ -72,6 +72,8 @@ class AccumulationState:
 
     def end(self, loader: ActiveLoader) -> None:
         """End a pass over `loader`."""
+        # Not the innermost in any case: a pass that was left early ends when its generator is closed, perhaps in a
+        # later one.
         for index in reversed(range(len(self._loaders))):
             if self._loaders[index] is loader:
                 del self._loaders[index]

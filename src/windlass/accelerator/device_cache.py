@@ -8,10 +8,10 @@ import torch
 
 # Messages of allocators that raise a plain RuntimeError when memory is exhausted.
 _OUT_OF_MEMORY = (
-    " out of memory",
+    " out of memory",  # CUDA, HIP, XPU, MPS
     "DefaultCPUAllocator: can't allocate memory",
-    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
-    "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",  # as accelerate reads it: cuDNN does not name memory
+    "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",  # HPU
 )
 
 

@@ -24,7 +24,7 @@ from windlass.zero.zero_executor import ZeroExecutor
 
 
 class LooseTensors:
-    """Saves and restores such tensors, in place.
+    """Saves and restores tensors that optimizers update and that belong to no prepared model, in place.
 
     Args:
         tensors: by name, which is the place in the optimizers: "OPTIMIZER_GROUP_POSITION", counted from 0.

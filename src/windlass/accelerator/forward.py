@@ -33,6 +33,7 @@ class MixedForward:
         own = getattr(original, "__func__", None) is type(module).forward
         self.replaced: Callable[..., Any] | None = None if own else original
         functools.update_wrapper(self, type(module).forward if own else original)
+        # Scripts and libraries read from it which columns the model takes.
         self.__signature__ = inspect.signature(original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +83,7 @@ def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], N
         nonlocal seen
         if bare is not guarded():  # a copy of the module, which is not prepared
             return
+        # With as many forwards of the wrapper as before, this one did not come through it.
         if wrapper.forwards == seen and bare.training and torch.is_grad_enabled():
             name = type(bare).__name__
             raise ModelError(

@@ -121,6 +121,7 @@ class Prepared:
         """Replace the parameters of `optimizer` that were sharded by the resulting ones."""
         before = {id(p): self._before[id(p)][0] for p in parameters_of(optimizer) if self._was_replaced(p)}
         if before:
+            # In one process an optimizer may also update tensors of no model; see `Executors`.
             rebind(optimizer, before, self.everything, keeps_others=self._ranks == 1)
 
     def updates(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> bool:
@@ -161,6 +162,7 @@ class Prepared:
     @functools.cached_property
     def _scaling(self) -> NativeExecutor:
         """Scales losses, and updates nothing: for optimizers that update after the backward, or are not prepared."""
+        # PyTorch refuses an empty list of parameters, and takes an empty group.
         nothing = torch.optim.SGD([{"params": []}], lr=0.0)
         return NativeExecutor(Alone(nn.Module()), nothing, self._device, self.scaler, [])
 

@@ -152,7 +152,7 @@ class Preparer:
         found = [self._prepared.strategy_of(model) for model in models]
         prepared: list[Any] = [strategy.model for strategy in found if strategy is not None]
         for model in prepared:
-            model._is_accelerate_prepared = True
+            model._is_accelerate_prepared = True  # scripts look for it
         return prepared
 
     def _check_model(self, model: nn.Module) -> None:
@@ -173,6 +173,7 @@ class Preparer:
             raise ConfigError(Problem("pp_size", plan.pipeline.size, fix))
         sharding = plan.strategy == "fsdp" and not evaluation_mode
         float8 = self._settings.precision.float8
+        # In the order of a run (`assemble.build`): compiled and sharded are the converted layers.
         if float8 is not None and not evaluation_mode and any(p.requires_grad for p in model.parameters()):
             apply_float8(model, float8)
         if self._settings.compile is not None:
@@ -197,6 +198,7 @@ class Preparer:
 
     def _place(self, model: nn.Module, place: bool, evaluation_mode: bool) -> None:
         """Move the model to this process's device, unless sharding does it or its parts have devices of their own."""
+        # XLA's compiler splits parameters that are on the device already; see `SplitOverDevices`.
         sharding = self._setup.is_fsdp2 and not evaluation_mode and self._setup.device.type != "xla"
         offloaded = any(map(has_offloaded_params, model.modules()))
         if place and not sharding and not offloaded and not has_device_map(model):

@@ -101,7 +101,7 @@ class Ranks:
             self._all_ranks.barrier()
         try:
             yield
-        finally:
+        finally:  # the others wait for this process, whatever was raised
             if mine:
                 self._all_ranks.barrier()
 

@@ -100,6 +100,7 @@ class LoopSettings:
 
 def resolve_settings(given: Any, world: World) -> LoopSettings:
     """Resolve the arguments of `Accelerator`, which are attributes of `given`, and the settings of the launcher."""
+    # First: all that follows reads attributes of these objects.
     refuse(_wrong_types(given))
     handlers, problems = _handlers(given.kwargs_handlers or [])
     loader, project = _loader(given), _project(given)

@@ -79,6 +79,7 @@ class ZeroEngines:
         )
         read = {name: value for name, value in section.get("params", {}).items() if name not in _KERNELS}
         options = {"lr": item.lr, "weight_decay": item.weight_decay, **item.kwargs, **read}
+        # The only kind: a configuration that names another one is refused when it is read.
         return torch.optim.AdamW(item.params, **options)
 
     def _schedule(self, item: DummyScheduler, made: dict[int, torch.optim.Optimizer]) -> Any:
@@ -132,6 +133,7 @@ class ZeroEngines:
         config = {
             name: value
             for name, value in self.plan.config.items()
+            # The engine gets an optimizer as an object, and its sizes from `for_engine`; the loop steps the schedule.
             if name not in ("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu")
         }
         clipping = config.get("gradient_clipping")

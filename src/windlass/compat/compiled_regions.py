@@ -36,6 +36,7 @@ def _compiled(module: nn.Module, options: dict[str, Any]) -> Any:
         return nn.ModuleList(blocks)
     if not any(map(_is_repeated, module.modules())):
         return torch.compile(module, **options)
+    # Without the constructor, whose arguments are not known.
     copy = module.__class__.__new__(module.__class__)
     copy.__dict__.update(module.__dict__)
     for name, value in module.__dict__.items():

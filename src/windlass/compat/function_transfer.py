@@ -193,6 +193,7 @@ def _reduce_method(value: classmethod[Any, Any, Any] | staticmethod[Any, Any]) -
 
 def _globals_read(code: types.CodeType) -> set[str]:
     """Return the names that the code, with the functions in it, looks up in its module."""
+    # Not `co_names`, which has the names of attributes too.
     names = {i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL_READS}
     return names.union(*(_globals_read(inner) for inner in _inner(code)))
 

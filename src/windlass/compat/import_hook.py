@@ -64,8 +64,9 @@ MODULES = {
 _LAZY = ("transformers", "transformers.integrations")
 # Slow to import, and no other module of the library imports them.
 _SLOW = ("transformers.trainer", "transformers.trainer_seq2seq")
-# Libraries whose own modules use each other's names, or a model's hooks: they get the real ones.
+# What asks a module for `__path__` and other names while it is being imported.
 _MACHINERY = ("importlib._bootstrap", "importlib._bootstrap_external")
+# Libraries whose own modules use each other's names, or a model's hooks: they get the real ones.
 _REAL = frozenset({"transformers", "accelerate", "peft", "diffusers", "importlib", "windlass"})
 
 

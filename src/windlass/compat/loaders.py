@@ -394,6 +394,7 @@ def prepare_data_loader(
         rank=data_ranks.rank if process_index is None else process_index,
         device=device if put_on_device else None,
         options=options,
+        # A number of the script's own is not that of a group, so nothing can be exchanged.
         data_ranks=data_ranks if ranks == data_ranks.size else Gang(),
         start_timeout=start_timeout(os.environ),
         slice_fn=slice_fn_for_dispatch,

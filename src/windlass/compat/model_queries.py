@@ -54,6 +54,7 @@ def validate_quantization_for_training(model: Any) -> None:
     """Check that a quantized model has something that can be trained. Raises ValueError if it is compiled, has no
     adapters, or its quantization does not train.
     """
+    # `add_adapter` of transformers puts adapters into a model without a wrapper of peft.
     if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
         return
     quantizer = getattr(model, "hf_quantizer", None)

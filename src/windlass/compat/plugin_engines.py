@@ -67,6 +67,7 @@ class DeepSpeedPlugin(Plugin):
         Args:
             mixed_precision: "no", "fp16" or "bf16".
         """
+        # Not a field: it is not among the settings of the run.
         self.__dict__["_compute"] = mixed_precision
 
     @property

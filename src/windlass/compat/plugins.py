@@ -115,6 +115,7 @@ _HANDLERS: dict[str, type] = {
     "sp": DeepSpeedSequenceParallelConfig,
     "pp": PipelineParallelConfig,
 }
+# As the ranks are laid out, outermost first; see `core.mesh.AXES`.
 _MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
@@ -450,7 +451,7 @@ class TorchDynamoPlugin(KwargsHandler, Plugin):
     def to_kwargs(self) -> dict[str, Any]:
         """The options of `torch.compile` that differ from the defaults."""
         changed = {name: value for name, value in self.to_dict().items() if value != _NO_DYNAMO[name]}
-        changed.pop("use_regional_compilation", None)
+        changed.pop("use_regional_compilation", None)  # not an option of torch.compile
         return changed
 
 

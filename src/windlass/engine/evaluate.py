@@ -165,7 +165,7 @@ class _Results:
                 else:
                     self.step(ids, batch)
                     on_batch()
-            except PeerError:
+            except PeerError:  # all ranks learn it at once: none waits for this one
                 raise
             except Exception as error:
                 if not reads_on or (metrics.begun and metrics.rounds == rounds):

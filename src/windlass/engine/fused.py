@@ -122,6 +122,7 @@ class FusedExecutor(NativeExecutor):
         if overflowed or (self._guard and not math.isfinite(float(norm))):
             return
         if self._max_norm is not None:
+            # As in the native executor, and so in torch.nn.utils.clip_grad_norm_.
             factor = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
             self._factor = factor if rescale is None else rescale * factor
         self._run(Pass.UPDATE, loss)
@@ -169,6 +170,7 @@ class FusedExecutor(NativeExecutor):
             return
         if self._pass is not Pass.DISCARD:
             self._scale(parameter.grad)
+            # After a backward that measured, the norm is known.
             if self._pass is Pass.MEASURE or self._norm is None:
                 square = self.strategy.square(parameter.grad)
                 self._square = square if self._square is None else self._square + square

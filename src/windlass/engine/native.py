@@ -96,6 +96,7 @@ class NativeExecutor:
                 "does not have: set gradient_accumulation_steps=1, or put the auxiliary terms into the sum"
             )
         trained = [p for p in self._parameters if p.requires_grad]
+        # Not `backward`: its hooks would reduce these gradients over ranks, and add them to the others.
         found = torch.autograd.grad(self._scaler.scale(loss), trained, retain_graph=True, allow_unused=True)
         for parameter, gradient in zip(trained, found, strict=True):
             if gradient is not None:

@@ -65,6 +65,7 @@ class Normaliser:
     def _add_weight(self, terms: LossTerms, filler: bool) -> None:
         """Add the weight of a micro-batch; 0 for a filler. Never waits for the device."""
         device = terms.sum.device
+        # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         if isinstance(terms.weight, Tensor):
             weight = terms.weight.detach().to(device, dtype)

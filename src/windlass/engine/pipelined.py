@@ -101,6 +101,7 @@ class PipelineExecutor(NativeExecutor):
                 f"{count} of an update: the others have no weight, and cost time. Set gradient_accumulation_steps to a "
                 f"multiple of {self._plan.size}",
             )
+            # The update itself stays as it is: `run_step` replays its own micro-batches.
             update = copy(update)
             fill_up(update, micro_batches)
         shares: list[Tensor] = []
@@ -108,6 +109,7 @@ class PipelineExecutor(NativeExecutor):
         for stage in self._stages:
             stage.body = partial(self._micro_step, update, hooks, shares, stage.is_last)
         try:
+            # A schedule hands one target of each micro-batch to its loss; `_loss_itself` reads none.
             schedule.step(target=torch.arange(micro_batches), return_outputs=False)
         finally:
             self._loss, self._takes_loss = None, False

@@ -36,7 +36,7 @@ def build_schedule(
     """
     name = plan.schedule
     if name == "1F1B" and micro_batches < plan.size:
-        name = "GPipe"  # with so few the order of 1F1B is the same
+        name = "GPipe"  # 1F1B refuses so few, and its order would be the same
     kind: Any = get_schedule_class(name)
     given = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
     problem: Exception | None = None
@@ -44,6 +44,7 @@ def build_schedule(
         if not issubclass(kind, PipelineScheduleSingle) and count < plan.size:
             continue
         try:
+            # `scale_grads` would divide by the number of micro-batches: each loss is its share of the update already.
             return kind(given, count, loss_fn=_loss_itself, scale_grads=False), count
         except ValueError as error:
             problem = error

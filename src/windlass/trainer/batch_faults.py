@@ -93,6 +93,7 @@ class BatchFaults:
         """Raise the error that names what is wrong in the batch, if that is found; else add a note on the batch."""
         if isinstance(error, NoLossError):
             self._explain_no_loss(error, fed)
+        # Memory is the concern of `BatchFitter`; an error of Windlass names its cause already.
         if isinstance(error, (torch.OutOfMemoryError, WindlassError)):
             return
         text = str(error)
@@ -108,7 +109,7 @@ class BatchFaults:
     def _finders(self) -> tuple[tuple[Sequence[str], Callable[[Fed], str | None]], ...]:
         """Words in an error, and what looks for its cause: the first that finds one explains it."""
         return (
-            ([""], self._text),
+            ([""], self._text),  # in every error: text in place of tokens fails in many ways
             (_OUTSIDE, self._tokens),
             (_OUTSIDE, self._labels),
             (_TOO_LONG, self._lengths),
@@ -222,7 +223,7 @@ class BatchFaults:
     def _explain_arguments(self, error: TypeError, fed: Fed) -> None:
         inner = innermost(self._model)
         parameters = inspect.signature(inner.forward).parameters.values()
-        # Another TypeError was raised within the forward.
+        # Without these words a TypeError of a sequence was raised within the forward.
         counted = isinstance(fed.batch, list | tuple) and "positional argument" in str(error)
         if counted and len(fed.batch) > len(parameters):
             raise ModelError(
@@ -234,6 +235,7 @@ class BatchFaults:
         names = [p.name for p in parameters]
         needed = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
         extra = [name for name in fed.columns if name not in names]
+        # The call was right, so the error comes from within the forward.
         if not extra and needed <= set(fed.columns):
             return
         fix = "rename the columns to these names, or let the data_collator make them"
@@ -252,6 +254,7 @@ class BatchFaults:
         words = [name for name in self._label_names if isinstance(first.get(name), str)]
         if words:
             raise DataError(label_words(words[0], str(first[words[0]]), fed.set)) from error
+        # Collators rename `label` and `label_ids` to `labels`: they were not left out.
         left = [name for name in first if name not in fed.columns and name not in ("label", "label_ids")]
         if left and not any(name in fed.columns for name in self._label_names):
             label = self._label_names[0] if self._label_names else "labels"
@@ -341,6 +344,8 @@ class _Value(NamedTuple):
 def _outside(column: Tensor, limit: int, allowed: int = 0) -> _Value | None:
     """The first value that is neither `allowed` nor from 0 to below `limit`; None if there is none."""
     values = column.numpy()  # NumPy counts in the same memory, several times faster
+    # With an accelerator each batch is checked, and nearly all are right: two counts and a maximum need no mask. If
+    # there are as many negative values as allowed ones, no other value is negative.
     left = np.count_nonzero(values == allowed) if allowed < 0 else 0
     if values.max() < limit and np.count_nonzero(values < 0) == left:
         return None

@@ -60,6 +60,7 @@ class BatchFitter:
         self._note_read = True
         notes = self._session.all_ranks.gather_objects(read_note(folder, asked))
         found = [MemoryNote(**note) for note in notes if note is not None]
+        # Each disk may have another note, and all ranks need the same sizes: the smallest one fits on every rank.
         self.train = min((note.train for note in found if note.train), default=None)
         self.eval = min((note.eval for note in found if note.eval), default=None)
 
@@ -118,6 +119,7 @@ class BatchFitter:
         self, error: Exception, loader: object, batch_metrics: bool, sharded: bool
     ) -> int | None:
         """The size to try next; None if the error must be raised."""
+        # A MemoryShortError is a MemoryError too, and has been dealt with.
         if not should_reduce_batch_size(error) or isinstance(error, MemoryShortError):
             return None
         if not self.active:
@@ -178,6 +180,8 @@ class UpdateFitter:
                 "auto_find_batch_size=True continues with smaller micro-batches, and as many samples in an update"
             )
             return False
+        # With updates in the backward (`can_undo` is False) some layers have changed by now: a new process can begin
+        # again from a checkpoint. Otherwise the optimizer stopped half way, which smaller batches do not prevent.
         partly = not unchanged and not self._executor.can_undo
         if not unchanged and not partly:
             error.add_note(
@@ -247,7 +251,7 @@ def write_note(folder: Path, note: MemoryNote) -> None:
     files, target = Files(), folder / FILE_NAME
     partial = folder / f"{FILE_NAME}.{os.getpid()}.tmp"  # several ranks may run out of memory at once
     files.ensure_folder(folder)
-    partial.unlink(missing_ok=True)
+    partial.unlink(missing_ok=True)  # of a killed process with this id: only new files are written
     files.write(partial, [dump(asdict(note), str(target))])
     files.rename(partial, target)
     files.sync_folder(folder)
@@ -283,6 +287,7 @@ def _checked(values: Any) -> MemoryNote:
         raise CheckpointError(f"{FILE_NAME} does not hold the names of a note")
     for name, value in values.items():
         optional = value is None and not name.startswith("asked_")
+        # A number beyond any batch is damage.
         if not optional and (type(value) is not int or not 1 <= value <= 1 << 40):
             raise CheckpointError(f"{FILE_NAME}: {name} is not a size")
     return MemoryNote(**values)

@@ -98,6 +98,7 @@ class _Reader:
         if len(answers) == len(ids):
             trained = [bool(answers[at]) for at in where]
             return sample_of(shown_ids, trained, self._tokenizer, label=label)
+        # The labels of an encoder-decoder are another text, which has the length of the input only by chance.
         if len(labels) == len(ids) and not getattr(self._config, "is_encoder_decoder", False):
             targets = [labels[at] for at in where]
             trained, wanted = [target != IGNORED for target in targets], self._predicts_tokens

@@ -51,6 +51,7 @@ class BestTracker:
         value, state = find_metric(metrics, self._plan.metric), self._events.state
         self._last = state.global_step, value
         best = state.best_metric
+        # As the first value NaN would stay the best, because no comparison with it is true, and so would an infinity.
         better = math.isfinite(value) and (
             best is None or (value > best if self._plan.greater_is_better else value < best)
         )

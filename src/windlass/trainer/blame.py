@@ -61,7 +61,7 @@ def _describe(what: str, unit: str, by_rank: list[list[int]]) -> str:
 
 def _look(suspect: Suspect) -> _RankFindings:
     data = suspect.data
-    if data.filler:
+    if data.filler:  # it repeats other data, with a weight of 0
         return _RankFindings([], [], [], [])
     nonfinite = _nonfinite_data(data)
     loss: list[int] = []

@@ -116,7 +116,7 @@ def write_card(path: Path, card: Card) -> None:
     text = (
         f"---\n{yaml.safe_dump(head(card, earlier), sort_keys=False, allow_unicode=True)}---\n\n{body(card)}"
     )
-    write_whole(path, shown(text))
+    write_whole(path, shown(text))  # a card is published: without secrets
 
 
 def earlier_head(path: Path) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class ModelFacts:
 def facts_of(model: nn.Module) -> ModelFacts:
     """The facts of a model in memory."""
     inner: Any = bare(model)
+    # With the bases: the class of a script that extends one of transformers is read by transformers.
     packages = [kind.__module__.partition(".")[0] for kind in type(inner).__mro__]
     library = next((package for package in packages if package in _LIBRARIES), "windlass")
     base = getattr(inner, "get_base_model", None)  # of a peft model
@@ -94,6 +95,7 @@ def base_of(model: nn.Module) -> str | None:
 
 def is_repository(name: str) -> bool:
     """Return True if a model's name can be that of a repository on the Hub."""
+    # `from_pretrained` prefers a folder of this name to a repository.
     return bool(_REPOSITORY.fullmatch(name)) and not Path(name).exists()
 
 

@@ -68,6 +68,8 @@ def check_columns(
 def _is_readable(dataset: Any) -> bool:
     if isinstance(dataset, list | tuple):
         return bool(dataset)
+    # A table of the package `datasets`: its streams have the method too, but no length. After `set_transform` its
+    # format is "custom", and reading a row calls a function of the script.
     table = hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and len(dataset) > 0
     return table and getattr(dataset, "format", {}).get("type") != "custom"
 
@@ -81,6 +83,7 @@ def _wrong_tokens(dataset: Any, model: nn.Module, limits: ModelLimits, name: str
     if tokens is None or column not in getattr(dataset, "column_names", ()):
         return None
     kind = dataset.features.arrow_schema.field(column).type
+    # Other lists are arrays of other classes; their tokens are left to the check of batches.
     if not (str(kind).startswith("list<") and str(kind.value_type).startswith(("int", "uint"))):
         return None
     begun, looked_at = 0, dataset.select_columns([column]).take(min(_ROWS, len(dataset)))
@@ -90,9 +93,12 @@ def _wrong_tokens(dataset: Any, model: nn.Module, limits: ModelLimits, name: str
             if longest is not None and lengths.max() > longest:
                 row = int((lengths > longest).argmax())
                 return too_long(column, f"row {begun + row} of the {name} set", int(lengths[row]), longest)
+            # Not `rows.values`, which ignores where a slice begins and ends.
             values = rows.flatten().fill_null(0).to_numpy()
             if len(values) and (values.min() < 0 or values.max() >= tokens):
                 place = int(((values < 0) | (values >= tokens)).argmax())
+                # The first row that ends after the place; "right" passes over empty rows, which end where the one
+                # before does.
                 row = int(np.searchsorted(lengths.cumsum(), place, side="right"))
                 return outside_vocabulary(
                     column, f"row {begun + row} of the {name} set", int(values[place]), tokens

@@ -66,6 +66,7 @@ def restore_foreign(
 ) -> None:
     """Restore optimizer, schedule, loss scaler and position; random generators start from this run's seed."""
     ours = isinstance(schedule, FactorSchedule)
+    # A schedule of ours computes the rates of each update; another one continues from those of the groups.
     checkpoint.load_optimizer_of(optimizer, model, with_rates=not ours)
     if isinstance(schedule, FactorSchedule):
         schedule.load_state_dict({"step": checkpoint.step})
@@ -95,6 +96,8 @@ def find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation:
         updates = round((checkpoint.epoch - epoch) * checkpoint.max_steps) if epoch else step
         return ForeignPlace(epoch, updates, None, source.position_after(epoch, updates, accumulation))
     epoch, updates = divmod(step, whole)
+    # transformers counts its epoch in micro-batches: with a short last update the fraction is off by less than one
+    # update.
     if abs(checkpoint.epoch * whole - step) > 1:
         epoch = int(checkpoint.epoch)
         updates = round((checkpoint.epoch - epoch) * whole)

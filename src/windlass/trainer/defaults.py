@@ -161,7 +161,7 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     report = [ReportCallback] if REPORT in (args.report_to or ()) else []
     hub = [publishing.hub_callback(args, folder)] if args.push_to_hub else []
     return [
-        DefaultFlowCallback,
+        DefaultFlowCallback,  # first, so that a script's callback may take back a flag that it set
         MetricsLogCallback(folder, read_rules(args.alerts), follows_arguments=True),
         *report,
         *trackers,
@@ -174,11 +174,13 @@ def last_callbacks(args: TrainingArguments) -> list[Any]:
     progress.
     """
     bar = NotebookProgressCallback if in_notebook() else ProgressCallback
+    # The display comes last: it shows the logs as the script's callbacks have changed them.
     return [SamplesLog, PrinterCallback if args.disable_tqdm else bar]
 
 
 def multiplied_parameters(model: nn.Module) -> int:
-    """Parameters that take part in multiplications with every token: all but embedding tables, which are looked up.
+    """Parameters that take part in multiplications with every token: all but embedding tables, which are looked up. An
+    output layer that is tied to a table is left out with it.
 
     Source: N of Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1.
     """
@@ -256,6 +258,7 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+            # By default the value itself: a configuration without this field does not get one.
             given = getattr(config, name, value)
             # A configuration may list several tokens that end a text.
             is_listed = isinstance(given, (list, tuple)) and value in given
@@ -269,7 +272,7 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
 def retention_of(plan: SavePlan) -> Retention:
     """Which checkpoints of a run are kept, besides the best, which are protected one by one."""
     if plan.keep_best is not None and plan.keep_last is None:
-        return Retention(last=1)
+        return Retention(last=1)  # a run resumes from the newest, which need not be one of the best
     return Retention(limit=plan.total_limit, last=plan.keep_last)
 
 

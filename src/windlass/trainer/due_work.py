@@ -129,6 +129,7 @@ class DueWork:
             self._do("log", self._log)
         if events.control.should_evaluate:
             self._do("evaluate", self._evaluate)
+        # Read after the evaluation, which may have received a scheduler's signal.
         preempted = interruption.preempted
         asked = events.control.should_save or interruption.stopped or self._signals.save_due
         if preempted or (asked and not self._is_left_to_epoch_end()):
@@ -248,6 +249,7 @@ class DueWork:
         checkpoints.begin_attempt(planned, due=self._signals.clock_asks)
         self._signals.saved(step)
         self._saved_step = step
+        # The update before may have been non-finite without having been read yet: such weights are not saved.
         self._loop.check_finite()
         self._hooks.save_checkpoint()
         checkpoints.ephemeral = False  # saves that a script starts itself are not ephemeral

@@ -156,6 +156,7 @@ class Evaluator:
                 yield ids, batch
 
         def predict(batch: Any) -> tuple[Any, Any, Any]:
+            # Before the step, which may take labels out of the batch.
             targets = self._loss.counter(batch) if self._loss.is_sum else 0.0
             try:
                 loss, logits, labels = evaluation.predict(batch)
@@ -171,6 +172,7 @@ class Evaluator:
             on_batch()
 
         with contextlib.ExitStack() as stack:
+            # Also if a batch that only fills a round fails.
             for each in (self, evaluation.strategy):
                 stack.callback(setattr, each, "filling", False)
             self._enter_evaluation_mode(stack, evaluation)

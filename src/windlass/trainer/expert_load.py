@@ -45,6 +45,7 @@ class ExpertLoad:
         # One row a layer; those of the update that is being computed, and since the last report.
         self._update = torch.zeros(len(sizes), max(sizes, default=0), dtype=torch.int64, device=device)
         self._tokens, self._sizes = self._update.clone(), sizes
+        # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         # The balancing losses of batches, and their number.
         self._update_balance = torch.zeros(2, dtype=dtype, device=device)
@@ -58,6 +59,7 @@ class ExpertLoad:
             return
         hooks = [
             self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            # Also after a forward that raised: what it set must not be that of the next one.
             self._model.register_forward_hook(self._end, always_call=True),
             *(
                 layer.register_forward_pre_hook(self._counter(row), with_kwargs=True)

@@ -24,7 +24,10 @@ logger = get_job_logger(__name__)
 
 
 class WaitBrokenOff(BaseException):
-    """A scheduler's signal or Ctrl-C arrived while the only process of a run waited for data."""
+    """A scheduler's signal or Ctrl-C arrived while the only process of a run waited for data.
+
+    Not an Exception: it is raised in whatever reads the data, which may handle those.
+    """
 
 
 class Interruptible:
@@ -78,10 +81,11 @@ class Interruption:
                 f"windlass: not saved within preemption_deadline={self._plan.deadline_text}: exiting; last complete "
                 f"checkpoint: {newest or 'none of this run'}"
             )
+            # `sys.exit` would end this thread alone, and cleanup may wait for what has not ended in time.
             os._exit(EXIT_PREEMPTED)
 
         deadline = threading.Timer(self._plan.deadline or 0.0, exit_unsaved)
-        deadline.daemon = True
+        deadline.daemon = True  # a run that ends before the deadline does not wait for it
 
         def preempt(number: int) -> None:
             if self.preemption_requested:

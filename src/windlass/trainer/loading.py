@@ -151,6 +151,7 @@ def group_source(plan: CallPlan, data_ranks: Gang, loader: Any, position: State 
     if isinstance(loader, DealtLoader):
         return loader
     lengths = data_ranks.gather_objects(known_length(loader))
+    # Ranks with shorter loaders take part with fillers until the longest one ends.
     longest = None if None in lengths else max(lengths)
     data = plan.data
     return ForeignLoader(loader, plan.batches, data.seed, longest, start_timeout=data.start_timeout)

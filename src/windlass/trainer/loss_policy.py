@@ -208,6 +208,7 @@ class LossPolicy:
         """
         settings, loss, outputs, labels = self.settings, None, None, None
         if self.without_logits.used and function is None and not needs_outputs:
+            # As the model itself: without the count it returns a mean over its batch.
             divisor = count if self.gets_count or settings.smoothing else None
             loss = self.without_logits.loss(model, inputs, divisor, settings.smoothing)
         if loss is None:

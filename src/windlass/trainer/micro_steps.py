@@ -116,6 +116,7 @@ class MicroSteps(StepHooks):
             return None, normaliser.parts
         total = normaliser.total
         assert total is not None
+        # The weight is known only now: backward divided by an estimate of it.
         return normaliser.denominator / total, normaliser.parts
 
     def event(self, name: str) -> None:
@@ -155,6 +156,7 @@ class StepDivision:
         return self._named(micro_batches) if self._divides else 1
 
     def _named(self, micro_batches: int) -> int:
+        # The argument is the same number in a shorter last update.
         return micro_batches if self._names == {CURRENT} else self._asked
 
     def returned(self, result: Any) -> None:
@@ -176,6 +178,8 @@ class StepDivision:
         returned, given = _value(self._returned), _value(loss)
         self._returned = None
         number = self._named(micro_batches) if self._names else micro_batches
+        # A division shows neither in 0 or NaN nor, in the single micro-batch of a shorter update, by 1: another loss
+        # decides.
         if not math.isfinite(returned) or returned == 0.0 or (number == 1 and number != self._asked):
             return
         self._divides = number > 1 and math.isclose(given * number, returned, rel_tol=_TOLERANCE)

@@ -168,7 +168,7 @@ def save_final(
             save(folder) if state is None else save(folder, state_dict=state)
         if all_ranks.rank == 0:
             upload_files(place)
-    finally:
+    finally:  # the other processes wait here, whatever was raised
         all_ranks.barrier()
 
 

@@ -46,6 +46,7 @@ def new_optimizer(
     """
     cls, keywords = optimizer_factory(plan) if given is None else given
     kwargs = dict(keywords)
+    # As transformers reads them: "model" is what LOMO takes, "optimizer_dict" one optimizer for each parameter.
     own = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
     if own:
         if plan.groups or plan.layer_decay != 1:

@@ -91,6 +91,7 @@ def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: Dis
     """
     if all_ranks.size == 1 or not all_ranks.world.is_main:
         return
+    # Only configurations of transformers have an `attribute_map`, by which a claim makes a small one of this kind.
     layout, config = layout_of(all_ranks.mesh), getattr(model, "config", None)
     if not layout.axes or dist.strategy == "deepspeed" or not hasattr(config, "attribute_map"):
         return
@@ -163,6 +164,7 @@ def prepare_run(
     args, services, hooks, tokenizer = request.args, request.services, request.hooks, request.tokenizer
     session, events = services.session, services.events
     services.evaluator.check_trainable(hooks.model)
+    # `Run` sets the retention, which is known with the plan.
     opener = CheckpointSource(session.all_ranks, folder, folder.manager(Retention()))
     checkpoint = opener.resume_point(fetched(resume, args, session.all_ranks, folder), args.resolve_path)
     if checkpoint is None:
@@ -254,6 +256,7 @@ def _bytes_on(model: nn.Module, device: torch.device) -> int:
 
 def _width(model: nn.Module) -> int | None:
     """The width that the configuration of a transformers model has; that of its text part, if it has several."""
+    # By it DeepSpeed's "auto" sizes of buckets are computed.
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or getattr(
         getattr(config, "text_config", None), "hidden_size", None

@@ -84,6 +84,7 @@ def readable(name: str, value: Any) -> Any:
         minutes, seconds = divmod(float(value), 60)
         hours, minutes = divmod(int(minutes), 60)
         return f"{hours}:{minutes:02}:{seconds:05.2f}"
+    # As transformers shows them: GF are 2**30 operations, and MB 2**20 bytes.
     if name == "total_flos":
         return f"{int(value) >> 30}GF"
     if "_mem_" in name:

@@ -128,6 +128,7 @@ def warn_of_changed_arguments(checkpoint: Checkpoint, arguments: Mapping[str, An
     if text is None:
         return
     old = strict_json.parse(text, f"{checkpoint.folder / 'training_args.json'}", allow_nan=True)
+    # As the saved ones were written, so that equal values are equal here.
     new = json.loads(json.dumps(arguments, default=str))
     changed = [
         f"{name}: {new[name]} (from args) != {old[name]} (from {checkpoint.folder.name})"

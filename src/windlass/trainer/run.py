@@ -71,6 +71,7 @@ class Run(Interruptible):
         counts = session.all_ranks.over("model").rank == 0
         self.ledger = Ledger(session.device, session.all_ranks.sum, counts)
         self.seed_step = StepSeeder(plan.seed, session.data_ranks.rank, session.device)
+        # For a run without a state to restore; the generators of a checkpoint replace this.
         self.seed_step.start(0)
         self._events.use_plan(plan)
         self.use_size(plan.batch)
@@ -113,7 +114,7 @@ class Run(Interruptible):
             SavedPart("best", self.checkpoints.best, optional=True),
             SavedPart("schedule", self.schedule),
             SavedPart("executor", self.executor),
-            RankPart("position", Position(self.loop), rolls_back=False),
+            RankPart("position", Position(self.loop), rolls_back=False),  # before "loop", which takes it over
             SavedPart("loop", self.loop, rolls_back=False),
             SavedPart("due_work", self.pending, rolls_back=False, optional=True, earlier="unfinished"),
             RankPart("ledger", self.ledger, adopt=partial(_merge_ledgers, self.ledger, all_ranks)),

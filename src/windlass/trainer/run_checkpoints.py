@@ -107,6 +107,7 @@ class RunCheckpoints:
         state, best = self._events.state, self.best
         step, previous_best = state.global_step, best.begin_save()
         content = self._content_on_all_ranks(step, script)
+        # Training goes on until the commit, and `on_save` has to get the state of the saved step.
         as_saved = copy.copy(state)
         as_saved.log_history = list(state.log_history)
         ended = partial(self._ended, as_saved, previous_best, script.committed)
@@ -142,6 +143,7 @@ class RunCheckpoints:
         # A part that fails to return its state must not leave other ranks waiting in the exchange below.
         try:
             if manager.store.is_writer:
+                # Within training the folder must still be this run's; a save after it takes the lock again.
                 self._folder.confirm()
             content = self._content(manager.store, script).encoded()
         except BaseException as raised:

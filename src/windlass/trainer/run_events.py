@@ -98,6 +98,7 @@ class Events(RunProgress):
         if self._all_ranks.size > 1:
             own = [not type(c).__module__.startswith("windlass.") for c in self.handler.callbacks]
             self.flags_may_differ = bool(self._all_ranks.sum(torch.tensor(float(any(own)))))
+            # Those that were set before this is called, in `on_train_begin`.
             self.merge_flags()
 
     def merge_flags(self) -> None:

@@ -108,6 +108,7 @@ def _slowest(own: list[float], training: float) -> dict[str, float]:
     rank = max(range(len(own)), key=own.__getitem__)
     return {
         "slowest_rank": rank,
+        # The lower median is the time of one rank: between two ranks a mean would show half of the wait.
         "slowest_rank_wait": round((own[rank] - statistics.median_low(own)) / training, 4),
     }
 

@@ -41,6 +41,7 @@ class RunReports:
         self._plan, self._events, self._ledger = context.plan, context.events, ledger
         self._state = context.events.state
         self._model, self._schedule = context.files.model, context.built.schedule
+        # 2 for the forward and 4 for the backward of each parameter; see `multiplied_parameters`.
         self._flops_per_position = 6 * multiplied_parameters(self._model)
         self._rates, self._predicted = RunRates(context), PredictedPeak(context)
         self._record, self._samples, self._updates = record, 0.0, 0
@@ -107,6 +108,7 @@ class RunReports:
 
     def _run_counts(self) -> RunCounts:
         each = self._flops_per_position
+        # Counted by the FLOPs of the state, which a checkpoint restores and a rollback takes back.
         positions = self._state.total_flos / each if each else 0.0
         return RunCounts(self._samples, self._state.num_input_tokens_seen, positions)
 

@@ -149,7 +149,7 @@ class RunRestorer:
         event: dict[str, Any] = {
             "rolled_back_from": refused,
             "rolled_back_to": checkpoint.step,
-            "updates_undone": refused - checkpoint.step - 1,
+            "updates_undone": refused - checkpoint.step - 1,  # the refused one was not applied
         }
         skipped = samples_between(checkpoint.shared("loop")["position"], position)
         if skipped is not None:

@@ -139,6 +139,7 @@ class RunTraining(LoopHooks):
         context, events = self._context, self._events
         interruption, save = context.interruption, self._hooks.save_checkpoint
         events.fire("on_train_begin")
+        # Callbacks make their averages in `on_train_begin`.
         self._executor.average_by(events.averages())
         if context.plan.reports.evaluate_first and events.state.global_step == 0:
             # A schedule that follows the metric ignores it: no update was made yet.
@@ -167,6 +168,7 @@ class RunTraining(LoopHooks):
 
     def _finish(self, started: Moment) -> TrainOutput:
         """Report, load the best model, and fire `on_train_end`."""
+        # Training is over: what follows does not count as computation.
         run_clock().enter(SAVE)
         metrics = self._reports.summary(started)
         self._executor.finish()
@@ -252,10 +254,12 @@ class RunTraining(LoopHooks):
         if "on_step_begin" in heard:
             events.fire("on_step_begin")
             heard = events.handler.heard
+        # The executor calls `stepped`, which steps such a schedule, only if this event is heard.
         self.steps.heard = heard | {"on_optimizer_step"} if self._schedule.counts_steps else heard
 
     def step_end(self, batch: UpdateBatch, applied: bool) -> None:
         """Apply signals, count the data, fire `on_step_end`, and do the work that is due."""
+        # Without signals, too, if the clock requested a save the last time: that is over now.
         if self._signals.clock_asks or any(batch.signals):
             self._receive(batch.signals)
         self._reports.count(batch)
@@ -292,9 +296,10 @@ class RunTraining(LoopHooks):
             return False
         what = find_nonfinite_samples(suspect, self._context.session.data_ranks)
         if self._context.plan.stability.nonfinite == "rollback":
+            # `step_end`, which does this otherwise, is not called after a rollback.
             self._receive(suspect.data.signals)
             self._hooks.log(self._run.restorer.roll_back(what, self._run.loop.position), None)
-            self._executor.begin()
+            self._executor.begin()  # a checkpoint holds averaged weights, if there are any
             return True
         job_logger.warning("%s; this update is skipped", what)
         self._hooks.log({"skipped_update": self._events.state.global_step, "reason": what}, None)

@@ -174,6 +174,7 @@ class ScriptLoss:
             )
         seen = torch.tensor([float(used), float(self.read_count)], dtype=torch.float64)
         was_used, was_read = (total > 0 for total in self._data_ranks.sum(seen).tolist())
+        # In one process a loss need not be multiplied by 1: reading the count decides.
         if was_used != was_read and (was_used or self._data_ranks.size > 1):
             what = "divides by" if was_read else "does not read"
             does = "multiplies by" if was_used else "does not multiply by"
@@ -209,6 +210,7 @@ class NotedCount(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":  # its device or type
             NotedCount.was_read = True
+        # Results are plain tensors: using one is not a read of the count.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -266,9 +268,11 @@ def _versions(function: Any) -> Iterator[tuple[Any, Any]]:
     versions = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
     # A function that was set on the object overrides nothing.
     for version in map(_unwrapped, versions[versions.index(own) :] if own in versions else [own]):
+        # Windlass's own methods need no declaration, nor does what they override.
         if not inspect.isfunction(version) or _package(version) == _package(_versions):
             return
         yield version, type(owner)
+        # Code that names neither `super` nor this method does not call the one that it overrides.
         if {"super", name}.isdisjoint(_names_of(version.__code__)):
             return
 

@@ -139,6 +139,7 @@ class Trainer:
         self._session = session.Session.open(self.args)
         self.create_accelerator_and_postprocess()
         self.model_init, self.is_in_train = model_init, False
+        # Of a subclass of the arguments: in transformers it is a property that is made to be overridden.
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
         self.processing_class = defaults.one_of("processing_class", processing_class, "tokenizer", tokenizer)
         defaults.check_called(
@@ -595,6 +596,7 @@ class Trainer:
             dataset=self.train_dataset,
             description="Training",
             batch_size=self.args.train_batch_size,
+            # Of an override alone: otherwise the loader builds its order, with the sizes of batches.
             sampler_fn=self._get_train_sampler
             if hooks.overrides(self, Trainer, "_get_train_sampler")
             else None,
@@ -799,6 +801,7 @@ class Trainer:
         if isinstance(chosen, Mapping):
             metrics: dict[str, float] = {}
             for name, dataset in chosen.items():
+                # By its name, under which the loader of the set is kept.
                 one = name if eval_dataset is None else dataset
                 metrics.update(self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
@@ -897,6 +900,7 @@ class Trainer:
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 loss = without_gradient(loss)
+                # With these the model gets no labels, so the first of a tuple is not a loss.
                 by_model = not (self._services.loss.settings.smoothing or self.compute_loss_func is not None)
                 has_loss = evaluator.output_has_loss(outputs, by_model)
             else:

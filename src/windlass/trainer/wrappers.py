@@ -52,6 +52,7 @@ def accepts_count(module: nn.Module) -> bool:
     if declared is not None:
         return bool(declared)
     parameters = inspect.signature(inner.forward).parameters
+    # `*args, **kwargs` alone hand on everything, and do not show what the model takes.
     named = any(p.kind not in _VARIADIC for p in parameters.values())
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return "num_items_in_batch" in parameters or (named and takes_any)

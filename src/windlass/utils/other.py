@@ -87,6 +87,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
     kept: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
         place = (tensor.data_ptr(), tensor.shape)
+        # Tensors without elements all have the address 0.
         if not tensor.numel() or place not in seen:
             kept[name] = tensor.contiguous()
             seen.add(place)
@@ -166,6 +167,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         args, kwargs: arguments of tqdm.
         main_process_only: only the first process of each machine draws it.
     """
+    # As accelerate, whose first argument was `main_process_only` once.
     if args and isinstance(args[0], bool):
         raise ValueError("pass main_process_only by keyword; the first argument of tqdm is an iterable")
     if main_process_only and not kwargs.get("disable"):

@@ -47,6 +47,7 @@ def check_and_set_device_map(device_map: Place | DeviceMap | None) -> DeviceMap 
         return device_map
     if isinstance(device_map, int) and device_map < 0:
         raise ConfigError(Problem("device_map", device_map, "devices are numbered from 0; the host is 'cpu'"))
+    # As transformers: each process loads onto the accelerator of its local rank.
     if device_map == "cuda":
         return {"": torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))}
     if isinstance(device_map, int | torch.device):
@@ -213,6 +214,7 @@ class _Filling:
         self._accelerators = [device for device in self._devices if device not in ("cpu", "disk")]
         # Offloaded layers run there, so the largest of them must still fit.
         reserving: list[int | str] = [*self._accelerators[:1], "cpu"]
+        # MPS and the host are one memory, and only "mps" is listed.
         self._reserving = ["mps"] if "mps" in self._accelerators else reserving
         self._largest, self._largest_names = get_max_layer_size(self.waiting, sizes, no_split)
 

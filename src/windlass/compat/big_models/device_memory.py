@@ -158,6 +158,7 @@ def _free_memory() -> Room:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == "mps":
         return {"mps": available_host_memory()}  # the host and the device share one memory
+    # [0]: free bytes; [1]: all that the device has.
     room: Room = {index: torch.accelerator.get_memory_info(index)[0] for index in range(visible_devices())}
     return {**room, "cpu": available_host_memory()}
 

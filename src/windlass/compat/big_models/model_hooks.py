@@ -94,6 +94,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     Args:
         append: keep the existing hook and call it first; otherwise it is replaced.
     """
+    # Of this module itself: `__getattr__` of a wrapper, as of peft, would find that of the module inside it.
     old_hook: Any = vars(module).get("_hf_hook")
     if append and old_hook is not None:
         # Detached first, so that its weights are where they were: `init_hook` of both runs again on the module.
@@ -103,6 +104,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module._old_forward = old_forward
     module = hook.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment]
+    # With the signature of the forward, from which libraries read what it takes.
     _set_forward(module, functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward))
     return module
 

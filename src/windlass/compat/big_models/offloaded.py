@@ -202,6 +202,7 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
     with files.replacing(path) as new:
         files.write(new, [strict_json.dump(merged, str(path))])
     named = {entry["safetensors_file"] for entry in merged.values()}
+    # After the index: whatever interrupts this, the index names only files that exist.
     for file in sorted(folder.glob(f"{_OURS}*.safetensors")):
         if file.name not in named:
             files.remove_file(file)
@@ -266,6 +267,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if key in self.state_dict:
             return self.state_dict[key]
         entry = self.index[key]
+        # An absolute path in the index replaces the folder.
         path, name = self.save_folder / entry["safetensors_file"], entry.get("weight_name", key)
         with open_tensors(path, Files()) as file:
             if name not in file:

@@ -177,6 +177,7 @@ def _steps(made: Conversion, source: ForeignConfig) -> None:
         elif strategy:
             made.put(f"training.{what}_strategy", strategy)
     if made.get("training.eval_strategy") not in (None, "no"):
+        # As Axolotl, if it evaluates after a number of steps or by a strategy.
         made.put("training.eval_on_start", True)
 
 

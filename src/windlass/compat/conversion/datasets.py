@@ -51,6 +51,7 @@ def put_training_data(
         return []
     first = found[0]
     form = first.options, first.conversational
+    # Reversed: of several entries with one path the first is kept.
     alike = {item.path: item for item in reversed(found) if (item.options, item.conversational) == form}
     kept = [item for item in found if alike.get(item.path) is item]
     for name, value in first.options.items():

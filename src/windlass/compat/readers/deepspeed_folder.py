@@ -68,6 +68,7 @@ class DeepSpeedWeights(TensorSource):
         self._tensors: dict[str, tuple[Shaped, Sequence[_Run]]] = {}
         self._same_memory: dict[str, str] = {}  # a name -> the first with the same stored tensor
         states = self._optimizer_states()
+        # One file of model states may also be of stage 3, which a single rank wrote.
         if len(model_files) == 1 and not any("fp32_flat_groups" in state for _, state in states):
             self._add_whole(model_files[0], states)
         else:
@@ -216,6 +217,7 @@ class DeepSpeedWeights(TensorSource):
         begin = 0
         for group in self._shapes():
             for name, shape in group.items():
+                # Rounded up: DeepSpeed pads each parameter to as many elements on all ranks.
                 length = -(-math.prod(shape) // len(states))
                 self._add_padded(
                     name, shape, [run for of_rank in flat for run in _between(of_rank, begin, length)]

@@ -29,6 +29,7 @@ class _ReadingProcess:
     def __init__(self) -> None:
         # -P: the folder of that file is not one of modules. It finds torch where this process did.
         command = [sys.executable, "-P", torch_reader.__file__, str(Path(torch.__file__).parents[1])]
+        # It forks for each file, and threads and devices do not survive a fork.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._channel, other = socket.socketpair()
         with other:
@@ -46,7 +47,7 @@ class _ReadingProcess:
                 return b""
             finally:
                 os.close(outgoing)
-            return answer.read(torch_reader.MAX_ANSWER + 10_000)
+            return answer.read(torch_reader.MAX_ANSWER + 10_000)  # with the line of the reason
 
     def close(self) -> None:
         """End the process, and wait for it."""

@@ -118,13 +118,14 @@ class TorchFile:
 
     def read(self, tensor: StoredTensor) -> Tensor:
         """One tensor on the host, in new memory."""
-        if not all(tensor.shape):
+        if not all(tensor.shape):  # `frombuffer` takes no empty buffer
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         if self._last is None or self._last[0] != tensor.storage:
-            self._last = None
+            self._last = None  # freed before the next one is allocated
             self._last = tensor.storage, self._bytes(tensor.storage)
         storage = self._last[1]
         flat = torch.frombuffer(storage, dtype=tensor.dtype, count=len(storage) // tensor.dtype.itemsize)
+        # The tensor gets the memory itself, which nothing else may have then.
         if tensor.is_contiguous and tensor.nbytes == len(storage):
             self._last = None
             return flat.reshape(tensor.shape)
@@ -261,6 +262,7 @@ class _CheckedContent:
         known = self._tensors.setdefault(described, described)
         if known is described:
             self._claimed += described.nbytes
+        # Tensors may share a storage: without a limit a small file could describe more than any memory holds.
         if self._claimed > 2 * self._size:
             raise self._error("its tensors claim more than twice the bytes that are there")
         return known

@@ -158,6 +158,7 @@ def _members(file: BinaryIO) -> dict[int, tuple[int, int]]:
                 raise RefusedFileError(
                     f"{name!r} in it is compressed or encrypted, which torch.save does not do"
                 )
+        # Of two with one name, torch may read another one than this module has looked at.
         if len(archive.NameToInfo) != len(infos):
             raise RefusedFileError("two of its members have the same name")
         if pickles[0].file_size > MAX_PICKLE:
@@ -350,6 +351,7 @@ def limits(size: int) -> tuple[int, int, int]:
 def _limit(memory: int, seconds: int) -> None:
     """Limit this process, to less where the system does so already. Linux alone limits memory."""
     wanted = dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC), (0, 0))
+    # SIGXCPU at the first limit, by which `_ended` knows the reason; SIGKILL at the second.
     wanted[resource.RLIMIT_CPU] = (seconds, seconds + 1)
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -421,7 +423,7 @@ def main() -> None:
                 channel.close()
                 _read(descriptor, answer, kind == OBJECTS)
                 os._exit(0)
-            finally:
+            finally:  # whatever was raised: the loop of the parent is not continued here
                 os._exit(1)
         os.close(descriptor)
         ended = _ended(os.waitpid(child, 0)[1], seconds)

@@ -129,6 +129,7 @@ def _may_belong(entry: Mapping[Any, Any], shape: tuple[int, ...]) -> bool:
     """Return True if all tensors have the shape of the parameter or of its mean over one of the last two axes, or are
     one number.
     """
+    # Adafactor keeps such means in place of the second moment (Shazeer and Stern 2018, arXiv:1804.04235).
     allowed = {shape, shape[:-1], (*shape[:-2], *shape[-1:])}
     tensors = [value for value in entry.values() if isinstance(value, StoredTensor)]
     return all(tensor.shape in allowed or tensor.shape in ((), (1,)) for tensor in tensors)
@@ -270,6 +271,7 @@ def _divisions(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Divis
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     by_id = {id(parameter): name for name, parameter in trained.items()}
     present = [[by_id[id(p)] for p in group["params"] if id(p) in by_id] for group in optimizer.param_groups]
+    # transformers knows this class of norms alone, and others by the names of their parameters.
     decaying = set(decay_parameter_names(model, norms=(nn.LayerNorm,)))
     theirs = [
         [name for name in trained if name in decaying],
