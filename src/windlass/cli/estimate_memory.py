@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser, answer, in_words
 from windlass.cli.training_choice import Training
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, first_line
 from windlass.core.optional import require
 from windlass.core.output import table
 from windlass.core.outside import load_outside
@@ -136,7 +136,7 @@ def build_whole(name: str, trust_remote_code: bool = False) -> Any:
         )
         model = _constructor(transformers, config, trust_remote_code)(config)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ModelError(f"no model can be built from {name!r}: {reason}") from error
     # Tied weights count once, as they are in memory.
     model.tie_weights()

@@ -166,3 +166,8 @@ def unknown(
         for name, value in given.items()
         if name not in known
     ]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error, or the name of its type if it has none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

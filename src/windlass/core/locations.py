@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from windlass.core.errors import first_line
 from windlass.core.redact import redact_text
 
 STAGING = "WINDLASS_STAGING"
@@ -63,7 +64,7 @@ def why_not_loaded(name: str, error: Exception) -> str:
     """Return the reason of an error of `from_pretrained`; without a folder of this name it looked on the Hub."""
     if Path(name).expanduser().is_dir():
         return str(error)
-    return f"there is no such folder, and the Hub did not help: {str(error).splitlines()[0]}"
+    return f"there is no such folder, and the Hub did not help: {first_line(error)}"
 
 
 def working_folder() -> str:

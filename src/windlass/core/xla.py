@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, first_line
 from windlass.core.optional import is_available
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def device() -> torch.device:
     try:
         everywhere, here = runtime.global_runtime_device_count(), runtime.addressable_runtime_device_count()
     except (RuntimeError, OSError) as error:
-        said = str(error).splitlines()[0]
+        said = first_line(error)
         fix = f"PyTorch/XLA finds no such device ({said}); set it to CPU or TPU, or USE_TORCH_XLA=0"
         raise ConfigError(Problem("PJRT_DEVICE", os.environ.get("PJRT_DEVICE"), fix)) from error
     if everywhere != here:

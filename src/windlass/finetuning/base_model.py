@@ -12,7 +12,7 @@ from torch import nn
 from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.core.activity import looking_for
 from windlass.core.attributes import text_config
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, first_line
 from windlass.core.locations import why_not_loaded
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
@@ -110,7 +110,7 @@ def load_model(
         ) from error
     except ImportError as error:  # of flash_attn, or what a quantization needs
         attention = options.get("attn_implementation")
-        fix = f"needs a package that is not installed: {str(error).splitlines()[0]}"
+        fix = f"needs a package that is not installed: {first_line(error)}"
         if attention is not None:
             fix += "; install it, or set attn_implementation to sdpa"
         raise ConfigError(Problem("model_init_kwargs", options, fix)) from error

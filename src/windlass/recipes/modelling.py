@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.activity import looking_for
-from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean, refuse
+from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean, first_line, refuse
 from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
 from windlass.recipes.schema import ModelSpec
@@ -95,7 +95,7 @@ def build_model(
     try:
         return auto.from_config(config, dtype=torch_dtype)
     except ValueError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         fix = f"cannot be built for this task ({auto_class}): {reason}"
         raise ConfigError(Problem("model.config", spec.config, fix)) from error
 

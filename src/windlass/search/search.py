@@ -13,7 +13,7 @@ from typing import Any
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.values import hints, members
-from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError, refuse
+from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError, first_line, refuse
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
@@ -241,7 +241,7 @@ class Search:
         try:
             return run_trial(trial, watch), ""
         except NonFiniteError as error:
-            return None, str(error).splitlines()[0]
+            return None, first_line(error)
 
     # --- on the main process ------------------------------------------------------------------------------------------
 

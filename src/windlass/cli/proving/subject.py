@@ -13,7 +13,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
 from windlass.config.parallel.sources import from_arguments
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, first_line
 from windlass.core.optional import require
 from windlass.proofs.record import Claim, arguments_that_matter
 from windlass.proofs.small_config import AxisLayout
@@ -114,7 +114,7 @@ def _saved_config(name: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         fix = "give its config.json: windlass prove FOLDER/config.json"
         raise ModelError(
             f"the configuration of the model {name!r} is not on this machine; {fix} ({reason})"
