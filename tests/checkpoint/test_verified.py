@@ -14,6 +14,7 @@ from tests.checkpoint.faults import save
 from windlass.checkpoint.files import FileEntry, Files, Fingerprint
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.store import Store
+from windlass.checkpoint.stored import load_folder
 from windlass.checkpoint.verified import VerifiedFiles
 from windlass.core.errors import CheckpointError
 
@@ -131,3 +132,13 @@ def test_a_file_beside_the_saved_ones_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"extra\.json is not in the checkpoint's manifest"):
         with VerifiedFiles(checkpoint.info, Files()).reading(tmp_path / "checkpoint-3" / "extra.json"):
             pass
+
+
+def test_the_folder_of_a_checkpoint_is_verified_too(tmp_path: Path) -> None:
+    """As the best weights are loaded at the end of a run."""
+    path = save(tmp_path, 3)
+    assert path is not None
+    load_folder(path, layer())
+    flip(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_folder(path, layer())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import enum
 import functools
 import json
 import threading
@@ -142,3 +143,9 @@ def test_what_cannot_be_sent_is_named_with_its_function() -> None:
     with pytest.raises(ConfigError, match=r"locks.*type lock") as caught:
         pack_call(locks, ())
     assert caught.value.problems[0].field == "function"
+
+    class Colour(enum.Enum):
+        RED = 1
+
+    with pytest.raises(ConfigError, match=r"the enumeration .*Colour is not defined in a module"):
+        pack_call(lambda: Colour.RED, ())

@@ -113,3 +113,10 @@ def test_a_group_that_does_not_say_which_is_refused() -> None:
         MuonWithAdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match="2D"):
         MuonWithAdamW([{"params": [nn.Parameter(torch.ones(2))], "use_muon": True}])
+
+
+def test_a_group_without_parameters_is_passed_over() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    MuonWithAdamW([{"params": [weight], "use_muon": True}, {"params": [], "use_muon": True}], lr=0.1).step()
+    assert not torch.equal(weight, torch.ones(2, 2))

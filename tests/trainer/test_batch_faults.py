@@ -143,6 +143,24 @@ def test_errors_that_others_handle_are_left_alone(error: Exception) -> None:
     assert not getattr(error, "__notes__", [])
 
 
+def test_labels_of_another_shape_than_the_output_are_not_called_wrong_classes() -> None:
+    class Independent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.binary_cross_entropy_with_logits(self.layer(x), labels.float())
+
+    model, faults = Independent(), BatchFaults(torch.device("cpu"))
+    faults.begin(model, ["labels"], False, None)
+    batch = {"x": torch.randn(2, 4), "labels": torch.tensor([0, 1])}
+    with pytest.raises(ValueError, match="must be the same as input size") as caught:
+        model(**batch)
+    faults.explain(caught.value, Fed("training", batch))
+    assert "labels int64 [2]" in caught.value.__notes__[0]
+
+
 def test_a_batch_without_names_is_no_second_error() -> None:
     faults = BatchFaults(torch.device("cpu"))
     faults.begin(nn.Linear(2, 2), ["labels"], False, None)

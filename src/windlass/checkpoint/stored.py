@@ -131,18 +131,18 @@ def open_weights(folder: Folder, name: str | None = None) -> Iterator[StoredTens
 
 def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -> None:
     """Copy the weights of `folder` into `model`, in place: one file or several with an index, the parts of ranks, an
-    adapter alone, or `pytorch_model.bin`. A file is loaded as it is.
+    adapter alone, or `pytorch_model.bin`. Files of a checkpoint are verified. A file is loaded as it is.
     """
-    files = files or Files()
     if folder.is_file():
-        load_weights(folder, model, files=files)
+        load_weights(folder, model, files=files or Files())
         return
-    # The caller's: those of an open checkpoint know what was verified, and do not hash it again.
-    source = replace(open_folder(folder), files=files)
+    source = open_folder(folder)
+    if files is not None:  # those of an open checkpoint know what was verified, and do not hash it again
+        source = replace(source, files=files)
     name = find_weights(source)
     if name == ADAPTER_WEIGHTS:
-        base = codec.load_state(folder / BASE_STATE, files) if f"{BASE_STATE}.json" in source else None
-        load_adapter(folder, model, base, files=files)
+        base = codec.load_state(folder / BASE_STATE, source.files) if f"{BASE_STATE}.json" in source else None
+        load_adapter(folder, model, base, files=source.files)
         return
     with open_weights(source) as tensors:
         fill(folder / name, tensors, tensors.aliases, model)

@@ -132,8 +132,11 @@ def _reduce_class(cls: type) -> Any:
     """Reduce a class of `__main__` or of a function to its name and bases first: its methods refer to it."""
     if cls in _OF_TYPES:
         return getattr, (types, _OF_TYPES[cls])
-    if not (_is_main(cls.__module__) or "<locals>" in cls.__qualname__) or isinstance(cls, enum.EnumMeta):
+    if not (_is_main(cls.__module__) or "<locals>" in cls.__qualname__):
         return NotImplemented
+    if isinstance(cls, enum.EnumMeta):
+        # Its members are made with the class. By name, the new process would look for it in its own `__main__`.
+        raise TypeError(f"the enumeration {cls.__qualname__} is not defined in a module")
     slots = cls.__dict__.get("__slots__")
     members = {slots} if isinstance(slots, str) else set(slots or ())
     leave = _CLASS_LEAVES | members

@@ -12,7 +12,7 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.trees import tensors_in
-from windlass.forecast.child import apart
+from windlass.forecast.child import Child, apart
 from windlass.forecast.stack import find_stack
 
 
@@ -64,7 +64,7 @@ def held_by_updates(
         return sum(t.numel() * t.element_size() for t in (*trained, *state))
 
     try:
-        if stack is None:
+        if stack is None or not Child.can_fork:
             return int(apart(partial(bytes_with, None)))
         # Each in a process of its own, because `cut` and the optimizer change the model.
         few, more = (int(apart(partial(bytes_with, layers))) for layers in (stack.few, stack.more))

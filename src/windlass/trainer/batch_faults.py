@@ -114,7 +114,7 @@ class BatchFaults:
             (_OUTSIDE, self._labels),
             (_TOO_LONG, self._lengths),
             (_OUTSIDE, self._embeddings),
-            (["Target"], self._undeclared_labels),
+            (["is out of bounds."], self._undeclared_labels),  # "Target 7 is out of bounds."
             (_PRECISIONS, self._precision),
             (_TYPES, self._label_types),
             (_SHAPES, self._label_shapes),

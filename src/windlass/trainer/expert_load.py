@@ -122,7 +122,7 @@ class ExpertLoad:
         """
         if not self.layers:
             return {}
-        own = torch.cat([self._tokens.double().flatten().cpu(), self._balance.double().cpu()])
+        own = torch.cat([self._tokens.cpu().double().flatten(), self._balance.cpu().double()])
         sums = self._sum(own)
         self._tokens.zero_()
         self._balance.zero_()

@@ -82,11 +82,11 @@ def load(f: str | os.PathLike[str], map_location: torch.device | str | None = No
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict with contiguous tensors, and only the first of tensors that share memory."""
-    seen: set[tuple[int, torch.Size]] = set()
+    """Return the state dict with contiguous tensors, and only the first of tensors that are the same view of memory."""
+    seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
-        place = (tensor.data_ptr(), tensor.shape)
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         # Tensors without elements all have the address 0.
         if not tensor.numel() or place not in seen:
             kept[name] = tensor.contiguous()

@@ -130,7 +130,8 @@ def _is_own(group: dict[str, Any]) -> bool:
     And before torch 2.15, without Nesterov's term, torch divides momentum in bfloat16 by its norm, in place.
     """
     bfloat16 = any(parameter.dtype == torch.bfloat16 for parameter in group["params"])
-    return group["params"][0].device.type == "xla" or (bfloat16 and not group["nesterov"])
+    on_xla = any(parameter.device.type == "xla" for parameter in group["params"])
+    return on_xla or (bfloat16 and not group["nesterov"])
 
 
 def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
