@@ -19,7 +19,7 @@ meshes = st.builds(
     sequence=sizes,
     tensor=sizes,
     pipeline=sizes,
-)
+).filter(lambda mesh: mesh.size() <= 216)  # all axes may have two ranks
 
 
 def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
