@@ -39,9 +39,9 @@ from tests.trainer.script_loss_cases import (
     weights_after,
 )  # fmt: skip
 
-from windlass import ModelError, Trainer, TrainingArguments
+from windlass import LossTerms, ModelError, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError
-from windlass.trainer.script_loss import names_in_code
+from windlass.trainer.script_loss import NotedCount, names_in_code
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-12  # of float64 sums in another order
@@ -286,6 +286,24 @@ def end_of(cls: type[Trainer], place: Path) -> str:
         assert all(map(torch.equal, before, trainer.model.parameters())), "refused, but trained"
         return str(error)
     return "trained"
+
+
+@pytest.mark.parametrize("terms", [True, False])
+def test_reads_of_the_count_are_noted_in_the_first_update_alone(terms: bool, tmp_path: Path) -> None:
+    """Noting them costs time in each operation with the count, and one update is enough."""
+    kinds: list[type] = []
+
+    class Noted(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            kinds.append(type(num_items_in_batch))
+            loss = model(**inputs)["loss"]
+            return LossTerms(loss * num_items_in_batch, num_items_in_batch) if terms else loss
+
+    args = TrainingArguments(**options(tmp_path, 2, 2), max_steps=3)
+    Noted(PlainModel(), args, train_dataset=ROWS, data_collator=collate).train()
+    assert kinds == [NotedCount] * 2 + [torch.Tensor] * 4
 
 
 def main() -> None:

@@ -19,9 +19,8 @@ from windlass.core.redact import redact_value, redacted_argv
 from windlass.core.types import State
 
 logger = get_logger(__name__)
-_PAUSE = (
-    10  # times the duration of a failure: a tracker without a connection takes a tenth of the time at most
-)
+# Times the duration of a failure: a tracker without a connection takes a tenth of the time at most.
+_PAUSE = 10
 _OPTIONS = ("trackio_space_id", "trackio_bucket_id")
 # The packages have one open run per process, so a run that starts ends that of an earlier Trainer.
 _open: dict[str, list[GeneralTracker]] = {}

@@ -436,7 +436,8 @@ class LossPolicy:
         that it does not return `LossTerms`.
         """
         self.is_unreported = False
-        if self.script.complete is not False or self.script.shares == 1 or self._data_ranks.rank != 0:
+        is_mean = self.script.complete is False and self.normaliser.weight is None
+        if not is_mean or self.script.shares == 1 or self._data_ranks.rank != 0:
             return
         asked = any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions(hooks))
         # Most scripts take the count because transformers passes it, and have a label for each row: then the weights

@@ -110,9 +110,9 @@ class MicroSteps(StepHooks):
 
     def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
         normaliser = self._normaliser
+        if self._loss.is_unreported:
+            self._loss.report_script_loss(self._hooks.loss)
         if normaliser.weight is None:
-            if self._loss.is_unreported:
-                self._loss.report_script_loss(self._hooks.loss)
             return None, normaliser.parts
         total = normaliser.total
         assert total is not None
