@@ -142,10 +142,11 @@ class RunCheckpoints:
         content, error = None, None
         # A part that fails to return its state must not leave other ranks waiting in the exchange below.
         try:
-            if manager.store.is_writer:
-                # Within training the folder must still be this run's; a save after it takes the lock again.
-                self._folder.confirm()
             content = self._content(manager.store, script).encoded()
+            if manager.store.is_writer:
+                # Within training the folder must still be this run's; a save after it takes the lock again. Only now:
+                # other ranks may have waited for this one in the exchanges of the lines above.
+                self._folder.confirm()
         except BaseException as raised:
             error = raised
         # Small files are first written into the system's temporary folder, which may be full.
