@@ -125,6 +125,25 @@ def test_a_class_or_a_factory_makes_the_optimizer(tmp_path: Path) -> None:
     assert len(made) == 1
 
 
+def test_of_several_kinds_of_parameters_in_the_keywords_the_last_is_used(tmp_path: Path) -> None:
+    """As in transformers: a class for each layer gets `optimizer_dict`, beside `params`."""
+    seen: list[Any] = []
+
+    class Layers(torch.optim.SGD):
+        def __init__(self, layers: dict[str, Any], lr: float) -> None:
+            seen.append(layers)
+            super().__init__(list(layers.values()), lr=lr)
+
+    model = Net()
+    layers = dict(model.named_parameters())
+    given = {"lr": 0.1, "params": [model.layer.bias], "optimizer_dict": layers}
+    trainer = Trainer(
+        model, arguments(tmp_path), train_dataset=rows(16), optimizer_cls_and_kwargs=(Layers, given)
+    )
+    trainer.create_optimizer()
+    assert seen == [layers]
+
+
 def test_overridden_parts_are_used(tmp_path: Path) -> None:
     class Mine(Trainer):
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
