@@ -67,7 +67,7 @@ class RunRates:
             own: the seconds that each rank worked by itself; empty with one rank.
             counts: up to now.
         """
-        # A rollback takes tokens and positions back.
+        # A rollback takes tokens back.
         samples, tokens, positions = (
             max(now - before, 0.0) for now, before in zip(counts, self._reported, strict=True)
         )

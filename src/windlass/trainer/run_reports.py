@@ -17,9 +17,9 @@ from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.ledger import Ledger
 from windlass.metrics.speed import speed_metrics
 from windlass.precision.dtypes import dtypes_of, weights_of
-from windlass.trainer.defaults import multiplied_parameters
 from windlass.trainer.expert_load import ExpertLoad
 from windlass.trainer.predicted_peak import PredictedPeak
+from windlass.trainer.reports import flops_per_position
 from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_rates import RunCounts, RunRates
 from windlass.transforms.compile import CompileCounts
@@ -41,8 +41,7 @@ class RunReports:
         self._plan, self._events, self._ledger = context.plan, context.events, ledger
         self._state = context.events.state
         self._model, self._schedule = context.files.model, context.built.schedule
-        # 2 for the forward and 4 for the backward of each parameter; see `multiplied_parameters`.
-        self._flops_per_position = 6 * multiplied_parameters(self._model)
+        self._flops_per_position, self._positions = flops_per_position(self._model), 0.0
         self._rates, self._predicted = RunRates(context), PredictedPeak(context)
         self._record, self._samples, self._updates = record, 0.0, 0
         self.counts, self.began = {"from_step": 0, "seconds": 0.0, "samples": 0.0}, time.monotonic()
@@ -90,7 +89,9 @@ class RunReports:
         if self.experts.layers:
             self.experts.end_update()
         self._state.num_input_tokens_seen += int(batch.tokens)
-        self._state.total_flos += float(self._flops_per_position * batch.positions)
+        self._positions += batch.positions
+        own = batch.flops
+        self._state.total_flos += float(self._flops_per_position * batch.positions if own is None else own)
 
     def progress(self) -> dict[str, Any]:
         """The losses since the last report; empty if there were no updates."""
@@ -107,10 +108,7 @@ class RunReports:
         return logs
 
     def _run_counts(self) -> RunCounts:
-        each = self._flops_per_position
-        # Counted by the FLOPs of the state, which a checkpoint restores and a rollback takes back.
-        positions = self._state.total_flos / each if each else 0.0
-        return RunCounts(self._samples, self._state.num_input_tokens_seen, positions)
+        return RunCounts(self._samples, self._state.num_input_tokens_seen, self._positions)
 
     def begin(self, saved: Any, data: Callable[[], Mapping[str, Any]]) -> None:
         """Continue the counts `saved` of a checkpoint; without them, count from the present step on. `data` returns
