@@ -260,6 +260,8 @@ def test_single_files_cannot_be_remote() -> None:
     for save in (
         lambda: accelerator.save_model(tiny(), "s3://bucket/run"),
         lambda: accelerator.save({"epoch": 1}, "s3://bucket/notes.json"),
+        lambda: other.save({"epoch": 1}, "s3://bucket/notes.json"),
+        lambda: other.load("s3://bucket/notes.json"),
     ):
         with pytest.raises(ConfigError, match=r"folder='s3://bucket/.*checkpoints alone can be written"):
             save()

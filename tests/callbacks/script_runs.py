@@ -1,7 +1,7 @@
 """Train twice, and log from a loop, beside a run that this script opened: `python script_runs.py NAME`.
 
-In an empty folder. Prints the identities of the script's run, of those that the trackers had, and of the run that is open
-at the end.
+In an empty folder. Prints the identities of the script's run, of those that the trackers had, and of the run that is
+open at the end.
 """
 
 from __future__ import annotations
