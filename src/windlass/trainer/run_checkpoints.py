@@ -240,13 +240,13 @@ class RunCheckpoints:
             optimizer, in_parts = self._context.built.executor.optimizer, files.strategy.saves_parts
             shared["optimizer"], divided = saved_optimizer(optimizer, files.model, in_parts)
             spread |= {"optimizer": divided} if in_parts else {}
+        state = self._events.saved_state()  # whose averages of sharded weights are gathered
         # Nothing below is collective: a part that fails to return its state must not leave other ranks waiting.
         of_run, of_rank = states_of(() if self._plan.model_only else self.parts)
         own = Content(
             per_rank=of_rank,
             parts=[parts_of_rank(*item, self._all_ranks, disks.members) for item in spread.items()],
         )
-        state = self._events.saved_state()
         if not store.is_writer:
             return own
         history = self.history.plan(state)
