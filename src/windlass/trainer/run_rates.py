@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import NamedTuple
 
 import torch
 
 from windlass.core.run_clock import Interval, run_clock
+from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.device_peaks import device_peak
 from windlass.metrics.speed import count_flops
 from windlass.metrics.stage_memory import (
@@ -20,14 +20,6 @@ from windlass.metrics.stage_memory import (
 from windlass.trainer.run_context import RunContext
 
 _MEMORY_SECONDS = 1.0  # between two readings of the process's memory, which are files of the system
-
-
-class RunCounts(NamedTuple):
-    """What was trained on, over all ranks."""
-
-    samples: float
-    tokens: float
-    positions: float
 
 
 class RunRates:
@@ -44,14 +36,16 @@ class RunRates:
         self._flops = count_flops(model)
         peak = device_peak(self._device, _dtype(context, model))
         self._peak = None if peak is None or self._flops is None else peak * self._ranks
-        self._reported = RunCounts(0.0, 0.0, 0.0)
+        self._samples = self._tokens = self._positions = 0.0  # over all ranks, since the last report
         self._interval = Interval({}, 0.0, 0.0)
         self._memory: dict[str, float] = {}
         self._memory_at = float("-inf")
 
-    def begin(self, counts: RunCounts) -> None:
-        """Begin the first interval, with the counts that a checkpoint brought."""
-        self._reported = counts
+    def count(self, batch: UpdateBatch) -> None:
+        """Count the data of an update, applied or skipped."""
+        self._samples += batch.total_samples
+        self._tokens += batch.tokens
+        self._positions += batch.positions
 
     def end_interval(self) -> list[float]:
         """End the interval of a report. Return what this rank sends to the others: its own work, at its place."""
@@ -60,18 +54,12 @@ class RunRates:
             return []
         return [self._interval.own if rank == self._rank else 0.0 for rank in range(self._ranks)]
 
-    def take(self, own: list[float], counts: RunCounts) -> dict[str, float]:
-        """Return the values of the interval, and begin the next one.
-
-        Args:
-            own: the seconds that each rank worked by itself; empty with one rank.
-            counts: up to now.
+    def take(self, own: list[float]) -> dict[str, float]:
+        """Return the values of the interval, and begin the next one. `own` are the seconds that each rank worked by
+        itself; empty with one rank.
         """
-        # A rollback takes tokens back.
-        samples, tokens, positions = (
-            max(now - before, 0.0) for now, before in zip(counts, self._reported, strict=True)
-        )
-        self._reported = counts
+        samples, tokens, positions = self._samples, self._tokens, self._positions
+        self._samples = self._tokens = self._positions = 0.0
         seconds, training = self._interval.seconds, self._interval.training
         values: dict[str, float] = {}
         if training > 0:

@@ -21,7 +21,7 @@ from windlass.trainer.expert_load import ExpertLoad
 from windlass.trainer.predicted_peak import PredictedPeak
 from windlass.trainer.reports import flops_per_position
 from windlass.trainer.run_context import RunContext
-from windlass.trainer.run_rates import RunCounts, RunRates
+from windlass.trainer.run_rates import RunRates
 from windlass.transforms.compile import CompileCounts
 
 logger = get_logger(__name__)
@@ -41,7 +41,7 @@ class RunReports:
         self._plan, self._events, self._ledger = context.plan, context.events, ledger
         self._state = context.events.state
         self._model, self._schedule = context.files.model, context.built.schedule
-        self._flops_per_position, self._positions = flops_per_position(self._model), 0.0
+        self._flops_per_position = flops_per_position(self._model)
         self._rates, self._predicted = RunRates(context), PredictedPeak(context)
         self._record, self._samples, self._updates = record, 0.0, 0
         self.counts, self.began = {"from_step": 0, "seconds": 0.0, "samples": 0.0}, time.monotonic()
@@ -89,7 +89,7 @@ class RunReports:
         if self.experts.layers:
             self.experts.end_update()
         self._state.num_input_tokens_seen += int(batch.tokens)
-        self._positions += batch.positions
+        self._rates.count(batch)
         own = batch.flops
         self._state.total_flos += float(self._flops_per_position * batch.positions if own is None else own)
 
@@ -98,7 +98,7 @@ class RunReports:
         if not self._ledger.pending:
             return {}
         report = self._ledger.read(self._rates.end_interval())
-        run_clock().row = self._rates.take(self._ledger.shared, self._run_counts())
+        run_clock().row = self._rates.take(self._ledger.shared)
         self.load_watch.look(training=True)
         self._events.count_samples(self._samples)
         rates = self._schedule.last_lrs()
@@ -107,9 +107,6 @@ class RunReports:
             logs["skipped_updates"] = self._ledger.skipped
         return logs
 
-    def _run_counts(self) -> RunCounts:
-        return RunCounts(self._samples, self._state.num_input_tokens_seen, self._positions)
-
     def begin(self, saved: Any, data: Callable[[], Mapping[str, Any]]) -> None:
         """Continue the counts `saved` of a checkpoint; without them, count from the present step on. `data` returns
         what the record shows of the data.
@@ -117,7 +114,6 @@ class RunReports:
         step = self._state.global_step
         self.counts = dict(saved) if has_counts(saved) else {**self.counts, "from_step": step}
         self.began = time.monotonic()
-        self._rates.begin(self._run_counts())
         self._record.begin(step, self._state.max_steps, self.counts, data)
 
     def loss_decided(self, facts: Mapping[str, Any]) -> None:
