@@ -8,7 +8,6 @@ import time
 import torch
 
 from windlass.core.run_clock import Interval, run_clock
-from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.device_peaks import device_peak
 from windlass.metrics.speed import count_flops
 from windlass.metrics.stage_memory import (
@@ -36,16 +35,10 @@ class RunRates:
         self._flops = count_flops(model)
         peak = device_peak(self._device, _dtype(context, model))
         self._peak = None if peak is None or self._flops is None else peak * self._ranks
-        self._samples = self._tokens = self._positions = 0.0  # over all ranks, since the last report
+        self._reported = (0.0, 0.0, 0.0)
         self._interval = Interval({}, 0.0, 0.0)
         self._memory: dict[str, float] = {}
         self._memory_at = float("-inf")
-
-    def count(self, batch: UpdateBatch) -> None:
-        """Count the data of an update, applied or skipped."""
-        self._samples += batch.total_samples
-        self._tokens += batch.tokens
-        self._positions += batch.positions
 
     def end_interval(self) -> list[float]:
         """End the interval of a report. Return what this rank sends to the others: its own work, at its place."""
@@ -54,12 +47,17 @@ class RunRates:
             return []
         return [self._interval.own if rank == self._rank else 0.0 for rank in range(self._ranks)]
 
-    def take(self, own: list[float]) -> dict[str, float]:
-        """Return the values of the interval, and begin the next one. `own` are the seconds that each rank worked by
-        itself; empty with one rank.
+    def take(self, own: list[float], counts: tuple[float, float, float]) -> dict[str, float]:
+        """Return the values of the interval, and begin the next one.
+
+        Args:
+            own: the seconds that each rank worked by itself; empty with one rank.
+            counts: the samples, tokens and positions of this session up to now, over all ranks.
         """
-        samples, tokens, positions = self._samples, self._tokens, self._positions
-        self._samples = self._tokens = self._positions = 0.0
+        samples, tokens, positions = (
+            now - before for now, before in zip(counts, self._reported, strict=True)
+        )
+        self._reported = counts
         seconds, training = self._interval.seconds, self._interval.training
         values: dict[str, float] = {}
         if training > 0:

@@ -43,7 +43,9 @@ class RunReports:
         self._model, self._schedule = context.files.model, context.built.schedule
         self._flops_per_position = flops_per_position(self._model)
         self._rates, self._predicted = RunRates(context), PredictedPeak(context)
-        self._record, self._samples, self._updates = record, 0.0, 0
+        self._record, self._updates = record, 0
+        # The samples, tokens and positions of this call, over all ranks.
+        self._counted = (0.0, 0.0, 0.0)
         self.counts, self.began = {"from_step": 0, "seconds": 0.0, "samples": 0.0}, time.monotonic()
         plan = context.plan
         self._compiled = None if plan.transforms.compile is None else CompileCounts()
@@ -83,13 +85,13 @@ class RunReports:
 
     def count(self, batch: UpdateBatch) -> None:
         """Count the data of an update, applied or skipped."""
-        self._samples += batch.total_samples
+        samples, tokens, positions = self._counted
+        self._counted = samples + batch.total_samples, tokens + batch.tokens, positions + batch.positions
         self.counts["samples"] += batch.total_samples
         self._updates += 1
         if self.experts.layers:
             self.experts.end_update()
         self._state.num_input_tokens_seen += int(batch.tokens)
-        self._rates.count(batch)
         own = batch.flops
         self._state.total_flos += float(self._flops_per_position * batch.positions if own is None else own)
 
@@ -98,9 +100,9 @@ class RunReports:
         if not self._ledger.pending:
             return {}
         report = self._ledger.read(self._rates.end_interval())
-        run_clock().row = self._rates.take(self._ledger.shared)
+        run_clock().row = self._rates.take(self._ledger.shared, self._counted)
         self.load_watch.look(training=True)
-        self._events.count_samples(self._samples)
+        self._events.count_samples(self._counted[0])
         rates = self._schedule.last_lrs()
         logs = {**report, "learning_rate": rates[0] if rates else 0.0, **self.experts.read()}
         if self._ledger.skipped:
@@ -139,7 +141,7 @@ class RunReports:
         """Speed, FLOPs, mean loss, memory and compilations of the whole run."""
         self._ledger.read()  # updates since the last report, so that the mean loss covers all
         metrics: dict[str, float] = speed_metrics(
-            "train", started, num_samples=self._samples, num_steps=self._updates
+            "train", started, num_samples=self._counted[0], num_steps=self._updates
         )
         metrics["total_flos"] = self._state.total_flos
         metrics["train_loss"] = self._ledger.mean_loss()
