@@ -206,13 +206,11 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 # The attributes in which modules of torch, transformers and peft keep the share that a function of dropout gets.
-_SHARES = frozenset((
-    "activation_dropout", "attention_dropout", "attn_drop", "attn_dropout", "attn_dropout_p", "attn_pdrop",
-    "classifier_dropout_prob", "drop", "drop_path", "drop_prob", "drop_rate", "dropout", "dropout_p", "dropout_prob",
-    "dropout_rate", "dropout_ratio", "emb_pdrop", "embedding_dropout", "hidden_dropout", "hidden_dropout_prob",
-    "layerdrop", "module_dropout", "positional_dropout", "projector_dropout", "rank_dropout", "resid_pdrop",
-    "residual_dropout",
-))  # fmt: skip
+_NAMES = """activation_dropout attention_dropout attn_drop attn_dropout attn_dropout_p attn_pdrop
+    classifier_dropout_prob drop drop_path drop_prob drop_rate dropout dropout_p dropout_prob dropout_rate dropout_ratio
+    emb_pdrop embedding_dropout hidden_dropout hidden_dropout_prob layerdrop module_dropout positional_dropout
+    projector_dropout rank_dropout resid_pdrop residual_dropout"""
+_SHARES = frozenset(_NAMES.split())
 
 
 def without_dropout(model: nn.Module) -> None:
