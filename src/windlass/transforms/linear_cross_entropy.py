@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from windlass.core.errors import Problem, refuse
+from windlass.core.tensors import autocast_dtype
 from windlass.core.types import IGNORED
 from windlass.transforms.tensor_split import TensorSplit
 
@@ -93,14 +94,6 @@ def linear_cross_entropy(
         return LinearLoss(
             *fused.apply(hidden, weight, bias, targets, options or LossOptions(), split, learning)
         )
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast converts a factor of a product; None if it leaves it, as in double precision."""
-    kind = tensor.device.type
-    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 class _Fused(torch.autograd.Function):

@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from windlass.core.tensors import autocast_dtype
 from windlass.core.types import IGNORED
-from windlass.transforms.linear_cross_entropy import (
-    ChunkLogits,
-    HeadGradients,
-    LossOptions,
-    autocast_dtype,
-    dot,
-)
+from windlass.transforms.linear_cross_entropy import ChunkLogits, HeadGradients, LossOptions, dot
 from windlass.transforms.tensor_split import TensorSplit
 
 
