@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.optional import is_imported, require
 from windlass.core.rng import ForwardRandomness
+from windlass.core.trees import map_leaves
 from windlass.dist.gang import Gang
 from windlass.transforms.divided_output import DividedOutput, Gatherable
 from windlass.transforms.divided_sequences import (
@@ -36,6 +37,7 @@ _COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", "position_i
 # Arguments of a step of generation, which runs on whole rows.
 _GENERATING = ("past_key_values", "cache_position", "use_cache", "logits_to_keep")
 _HIDDEN = ("output_hidden_states", "output_attentions", "output_router_logits")
+_LAYERS = {"full_attention", "sliding_attention"}  # transformers' names
 _TRAIN_WHOLE = "Train it with cp_size=1 and sp_size=1."
 
 
@@ -77,6 +79,11 @@ class DividedForwards:
             self._model.register_forward_pre_hook(self._divide, with_kwargs=True),
             self._model.register_forward_hook(self._join),
         ]
+        for rotation in filter(_follows_length, self._model.modules()):
+            self._hooks += [
+                rotation.register_forward_pre_hook(self._add_longest, with_kwargs=True),
+                rotation.register_forward_hook(self._drop_longest),
+            ]
         _divided[id(self._model)] = self
         try:
             if expected is not None and self._ranks.exists:
@@ -114,6 +121,22 @@ class DividedForwards:
         if module.training:
             self._randomness.begin()
         return (), {**others, **part, "return_dict": True}
+
+    def _add_longest(
+        self, rotation: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Add the largest position of the whole rows to those of this rank: a rotation may choose its frequencies by
+        it, and ranks with other parts would choose others. `_drop_longest` removes what is made of it.
+        """
+        if self.division is None:
+            return None
+        given = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
+        positions = given["position_ids"]
+        longest = self.division.longest.expand(*positions.shape[:-1], 1)
+        return (), {**given, "position_ids": torch.cat([positions, longest], -1)}
+
+    def _drop_longest(self, rotation: nn.Module, args: Any, output: Any) -> Any:
+        return output if self.division is None else map_leaves(lambda angles: angles[:, :-1], output)
 
     def _join(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The results of whole rows; see `DividedOutput`."""
@@ -279,8 +302,8 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
         raise ConfigError(Problem("model", type(model).__name__, fix))
     if (mixer := _mixer(model, config)) is not None:
         raise ModelError(
-            f"{type(model).__name__} mixes tokens outside of attention ({mixer}), so its sequences cannot be divided "
-            f"among ranks. {_TRAIN_WHOLE}"
+            f"{type(model).__name__} mixes tokens in another way than attention to earlier ones ({mixer}), so its "
+            f"sequences cannot be divided among ranks. {_TRAIN_WHOLE}"
         )
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(config, name, 0.0):
@@ -289,11 +312,15 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
 
 
 def _mixer(model: Any, config: Any) -> str | None:
-    """A layer beside attention that needs the tokens around each one; None if none is known. What this does not know
-    shows in the results, which a rehearsal without values does not have.
+    """A layer that needs the tokens around each one and is no attention to all earlier ones or those of a window; None
+    if none is known. What this does not know shows in the results, which a rehearsal without values does not have.
     """
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        return "linear_attention"
+    # By name: what begins after thousands of tokens, as chunks do, does not show in the results of a short row.
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if others:
+        return min(others)
+    if getattr(config, "attn_temperature_tuning", False):  # by the place of a token in what the layer gets
+        return "attn_temperature_tuning"
     # A convolution over tokens has a filter for each channel; those of encoders of sound or images mix channels.
     convolutions = (
         name
@@ -301,6 +328,15 @@ def _mixer(model: Any, config: Any) -> str | None:
         if isinstance(layer, nn.Conv1d) and layer.groups == layer.in_channels > 1
     )
     return next(convolutions, None)
+
+
+def _follows_length(module: nn.Module) -> bool:
+    """Return True for a rotation whose frequencies depend on the largest position of a batch."""
+    kinds: Any = getattr(module, "rope_type", None)
+    return any(
+        isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+        for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))
+    )
 
 
 def _refuse_columns(batch: Mapping[str, Any], positional: int) -> None:
