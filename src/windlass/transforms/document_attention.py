@@ -212,7 +212,7 @@ def document_attention(
     Returns:
         Shape (rows, tokens, heads, size).
     """
-    attend = _Attend(dropout, scaling, softcap, s_aux)
+    attend, of_row = _Attend(dropout, scaling, softcap, s_aux), isinstance(attention_mask, Tensor)
     if not isinstance(attention_mask, DocumentMask):
         given, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
         attention_mask = _by_borders(attention_mask, given, query)
@@ -234,6 +234,7 @@ def document_attention(
             f"{type(module).__name__} adds a position bias to its scores, which attention document by document does "
             "not support. Train the model without packing and padding_free."
         )
+    _refuse_places(module, query.shape[2], of_row)
     lengths, borders = attention_mask.lengths, attention_mask.borders
     # One kernel for all documents, which are launched one by one below.
     if borders is not None and attention_mask.is_causal and attend.is_plain and has_kernel(query, key, value):
@@ -248,6 +249,26 @@ def document_attention(
         dim=1,
     )
     return joined.reshape(len(query), -1, *joined.shape[2:]), None
+
+
+def _refuse_places(module: Any, tokens: int, of_row: bool) -> None:
+    """Raise ModelError for a layer of Llama 4 that computes something else after so many tokens of a row, and counts
+    those of other documents: the scale of its queries, and its chunks if the mask was made of whole rows (`of_row`).
+    """
+    rotates = getattr(module, "use_rope", False)
+    scales = getattr(module, "attn_temperature_tuning", False) and not rotates
+    chunk = (
+        getattr(getattr(module, "config", None), "attention_chunk_size", None) if rotates and of_row else None
+    )
+    most = module.floor_scale if scales else chunk
+    if most is not None and tokens >= most:
+        what = (
+            "scales queries" if scales else "begins a new chunk (which it does not without an attention_mask)"
+        )
+        raise ModelError(
+            f"{type(module).__name__} {what} after {most} tokens of a row, and counts those of other documents. Pack "
+            "shorter rows, or train without packing and padding_free."
+        )
 
 
 def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> DocumentMask | Tensor | None:
