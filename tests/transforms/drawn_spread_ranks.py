@@ -76,11 +76,11 @@ class Net(nn.Module):
         return found
 
 
-def drawn_plan(rng: random.Random, kind: str, ranks: int) -> DistPlan:
+def drawn_plan(rng: random.Random, kind: str, ranks: int, blocks: int) -> DistPlan:
     if kind == "ddp":
         return DistPlan(find_unused_parameters=rng.choice((None, True, False)))
     wraps: list[dict[str, Any]] = [
-        {"wrap": "transformer", "layers": ("Block",), "recompute": rng.random() < 0.3},
+        {"wrap": "transformer", "layers": ("Block",), "recompute": rng.random() < 0.3 and blocks > 1},
         {"wrap": "transformer", "layers": ("Block", "Linear")},
         {"wrap": "size", "min_parameters": rng.choice((1, 5, 40))},
         {},
@@ -107,7 +107,11 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = Net(rng).double()
-    plain, plan, words = copy.deepcopy(model), drawn_plan(rng, kind, ranks.size), model.embed.num_embeddings
+    plain, plan, words = (
+        copy.deepcopy(model),
+        drawn_plan(rng, kind, ranks.size, len(model.blocks)),
+        model.embed.num_embeddings,
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(ranks.rank)

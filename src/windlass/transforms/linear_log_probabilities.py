@@ -26,7 +26,7 @@ class TokenLogProbabilities(NamedTuple):
 
     log_probabilities: Tensor  # of the targets, in nats
     entropies: Tensor  # of the predicted distributions, in nats
-    correct: Tensor  # 1 for a target that has the largest logit
+    correct: Tensor  # 1 for a target that is predicted: the first class with the largest logit
     mean_logits: Tensor  # the mean over all classes
     # Log of the sum over classes of the squared probability (the weights of WPO, arXiv:2406.11827)
     log_collisions: Tensor
@@ -145,12 +145,12 @@ def _add_chunk(
     softmax, split = logits_of.softmax(states, targets), logits_of.split
     logits, shares, largest, real = softmax[:4]
     more = dot(shares, shares), logits.sum(dim=1)
-    total, chosen, expected, squares, summed = softmax.figures(split, *more)
+    total, chosen, expected, correct, squares, summed = softmax.figures(split, *more)
     log_total: Tensor = largest + total.log()
     figures = (
         chosen - log_total,
         log_total - expected / total,
-        (chosen >= largest).to(logits),
+        correct.to(logits),
         summed / split.size,
         squares.log() - 2 * total.log(),
     )
