@@ -316,7 +316,7 @@ def _mixer(model: Any, config: Any) -> str | None:
     if none is known. What this does not know shows in the results, which a rehearsal without values does not have.
     """
     # By name: what begins after thousands of tokens, as chunks do, does not show in the results of a short row.
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    others: set[str] = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if others:
         return min(others)
     if getattr(config, "attn_temperature_tuning", False):  # by the place of a token in what the layer gets
