@@ -312,8 +312,8 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
 
 
 def _mixer(model: Any, config: Any) -> str | None:
-    """A layer that needs the tokens around each one and is no attention to all earlier ones or those of a window; None
-    if none is known. What this does not know shows in the results, which a rehearsal without values does not have.
+    """A layer that needs the tokens around each one in another way than attention to earlier ones; None if none is
+    known. What this does not know shows in the results, which a rehearsal without values does not have.
     """
     # By name: what begins after thousands of tokens, as chunks do, does not show in the results of a short row.
     others: set[str] = set(getattr(config, "layer_types", None) or ()) - _LAYERS

@@ -229,12 +229,7 @@ def document_attention(
         options = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
         joined, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return joined, None
-    if kwargs.get("position_bias") is not None:
-        raise ModelError(
-            f"{type(module).__name__} adds a position bias to its scores, which attention document by document does "
-            "not support. Train the model without packing and padding_free."
-        )
-    _refuse_places(module, query.shape[2], of_row)
+    _refuse_unfit(module, query.shape[2], of_row, kwargs.get("position_bias"))
     lengths, borders = attention_mask.lengths, attention_mask.borders
     # One kernel for all documents, which are launched one by one below.
     if borders is not None and attention_mask.is_causal and attend.is_plain and has_kernel(query, key, value):
@@ -251,10 +246,16 @@ def document_attention(
     return joined.reshape(len(query), -1, *joined.shape[2:]), None
 
 
-def _refuse_places(module: Any, tokens: int, of_row: bool) -> None:
-    """Raise ModelError for a layer of Llama 4 that computes something else after so many tokens of a row, and counts
-    those of other documents: the scale of its queries, and its chunks if the mask was made of whole rows (`of_row`).
+def _refuse_unfit(module: Any, tokens: int, of_row: bool, position_bias: Tensor | None) -> None:
+    """Raise ModelError for a layer with a position bias, and for one of Llama 4 that computes something else after so
+    many tokens of a row, and counts those of other documents: the scale of its queries, and its chunks if the mask was
+    made of whole rows (`of_row`).
     """
+    if position_bias is not None:
+        raise ModelError(
+            f"{type(module).__name__} adds a position bias to its scores, which attention document by document does "
+            "not support. Train the model without packing and padding_free."
+        )
     rotates = getattr(module, "use_rope", False)
     scales = getattr(module, "attn_temperature_tuning", False) and not rotates
     chunk = (
