@@ -135,7 +135,7 @@ class DividedForwards:
         longest = self.division.longest.expand(*positions.shape[:-1], 1)
         return (), {**given, "position_ids": torch.cat([positions, longest], -1)}
 
-    def _drop_longest(self, rotation: nn.Module, args: Any, output: Any) -> Any:
+    def _drop_longest(self, rotation: nn.Module, inputs: Any, output: Any) -> Any:
         return output if self.division is None else map_leaves(lambda angles: angles[:, :-1], output)
 
     def _join(self, module: nn.Module, inputs: Any, output: Any) -> Any:
