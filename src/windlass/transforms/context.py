@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from windlass.transforms.divided_sequences import (
 )
 from windlass.transforms.document_mask import BORDERS
 from windlass.transforms.evaluating import evaluating, rounding, short_row
+from windlass.transforms.linear_exchange import exchange
 from windlass.transforms.ulysses import refuse_heads
 from windlass.transforms.zigzag import Zigzag
 
@@ -153,7 +155,7 @@ class DividedForwards:
             figures = tuple(self._whole(value, zigzag) for value in output["figures"])
             return {**output, "made": self._whole(output["made"], zigzag), "figures": figures}
         logits = output.part if isinstance(output, DividedOutput) else output["logits"]
-        local = _Local(logits, zigzag, self._length, self._group)
+        local = _Local(logits, zigzag, self._length, self._ranks)
         if output.get("loss") is None:
             output["logits"] = local.whole()
             return output
@@ -162,12 +164,14 @@ class DividedForwards:
     def _whole(self, value: Tensor, zigzag: Zigzag) -> Tensor:
         """A value for each token, of whole rows; or a sum over tokens."""
         if value.dim() == 2:
-            return _Local(value, zigzag, self._length, self._group).whole()
+            return _Local(value, zigzag, self._length, self._ranks).whole()
         return self._sum(value)
 
     def _sum(self, share: Tensor) -> Tensor:
-        total: Tensor = _SumOfParts.apply(share, self._group)  # type: ignore[no-untyped-call]
-        return total
+        # Gradients are averaged over ranks later, so that each part is multiplied by their number.
+        return exchange(
+            share, partial(_summed, group=self._group), lambda gradient: gradient * self._ranks.size
+        )
 
     def _compare(self, ids: Tensor) -> None:
         """Check in the first forward of training, and of evaluation, that the ranks have the same batch."""
@@ -235,43 +239,33 @@ class _Local:
     logits: Tensor | Gatherable
     zigzag: Zigzag
     length: int
-    group: Any
+    context_ranks: Gang
 
     def whole(self) -> Tensor:
-        """The logits of whole rows, on every rank. Collective, without communication in the backward."""
+        """The logits of whole rows, on every rank, which all compute the same with them. Collective, without
+        communication in the backward.
+        """
         logits = self.logits if isinstance(self.logits, Tensor) else self.logits.whole()
-        gathered: Tensor = _Gather.apply(logits, self.group)  # type: ignore[no-untyped-call]
+        context_ranks, size = self.context_ranks, self.context_ranks.size
+        gathered = exchange(
+            logits,
+            partial(_gathered, context_ranks=context_ranks),
+            lambda gradient: gradient.chunk(size, 1)[context_ranks.rank] * size,
+        )
         return self.zigzag.whole(gathered, 1)[:, : self.length]
 
 
-class _SumOfParts(torch.autograd.Function):
-    """The sum over ranks. Gradients are averaged over ranks later, so that each part is multiplied by their number."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: Any) -> Tensor:
-        ctx.ranks = dist.get_world_size(group)
-        total = share.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.ranks, None
+def _summed(share: Tensor, group: Any) -> Tensor:
+    total = share.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks along the second axis. All compute the same with them; see `_SumOfParts`."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.ranks, ctx.rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = [torch.empty_like(part) for _ in range(ctx.ranks)]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.ranks, 1)[ctx.rank] * ctx.ranks, None
+def _gathered(part: Tensor, context_ranks: Gang) -> Tensor:
+    """The parts of all ranks along the second axis."""
+    parts = [torch.empty_like(part) for _ in range(context_ranks.size)]
+    dist.all_gather(parts, part.contiguous(), group=group_of(context_ranks))
+    return torch.cat(parts, 1)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
