@@ -16,7 +16,7 @@ from windlass.core.errors import DataError
 from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
 from windlass.core.types import Collator
 from windlass.data.batch_reader import DealtBatch, pin
-from windlass.data.seeding import Sandbox, collator_reseeder, fingerprint, set_epochs
+from windlass.data.seeding import DatasetEpoch, Sandbox, collator_reseeder, fingerprint
 
 _SHOWN = 16  # samples that a note on an error lists
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
@@ -111,12 +111,14 @@ class Fetch:
         self._bind()
 
     def _bind(self) -> None:
+        self._dataset_epoch = DatasetEpoch.of(self._dataset)
         self._read_many: Callable[[list[int]], Any] | None = getattr(self._dataset, "__getitems__", None)
         self._reseed_collator = collator_reseeder(self._collate)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The first is a method of this process's dataset, and a function within a function cannot be sent.
-        return {k: v for k, v in self.__dict__.items() if k not in ("_read_many", "_reseed_collator")}
+        # Two are of this process's dataset, and a function within a function cannot be sent.
+        bound = ("_dataset_epoch", "_read_many", "_reseed_collator")
+        return {k: v for k, v in self.__dict__.items() if k not in bound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # in a worker that was spawned
         self.__dict__.update(state)
@@ -132,9 +134,9 @@ class Fetch:
             isolate: leave Python's generator exactly as it was; otherwise two draws are taken from it, which is
                 cheaper. NumPy's and PyTorch's are always left as they were.
         """
-        if epoch != self._epoch:
+        if not epoch == self._epoch == self._dataset_epoch.value:
             self._epoch = epoch
-            set_epochs(epoch, self._dataset)
+            self._dataset_epoch.set(epoch)
         if self._quiet:
             with self._strict if isolate else self._watch as watch:
                 many = self._read_many or self._one_by_one
@@ -203,16 +205,16 @@ class FetchItem:
 
     def __init__(self, dataset: Any, convert: Collator, seed: int, many: bool) -> None:
         self._dataset, self._convert, self._seed, self._many = dataset, convert, seed, many
-        self._sandbox = Sandbox()
+        self._sandbox, self._dataset_epoch = Sandbox(), DatasetEpoch.of(dataset)
         self._epoch: int | None = None
 
     def reseed(self, seed: int) -> None:
         self._seed = seed
 
     def __call__(self, epoch: int, ids: list[int], isolate: bool = True) -> Any:
-        if epoch != self._epoch:
+        if not epoch == self._epoch == self._dataset_epoch.value:
             self._epoch = epoch
-            set_epochs(epoch, self._dataset)
+            self._dataset_epoch.set(epoch)
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, epoch, ids[0]))
             return self._convert(self._read(ids))
