@@ -63,10 +63,7 @@ class BatchReader(Protocol):
 
     @property
     def unit(self) -> str:
-        """What positions count ("samples", "batches")."""
-
-    def accepts(self, unit: str) -> bool:
-        """Return True if a position that counts `unit` can be entered here."""
+        """What positions count ("samples", "batches"): a saved one can be entered only where they count the same."""
 
     @property
     def total_batch_size(self) -> int | None:

@@ -77,9 +77,6 @@ class PassthroughReader:
                 yield DealtBatch(batch, (batch_size_of(batch) or 1,), done, following is _END)
             batch = following
 
-    def accepts(self, unit: str) -> bool:
-        return unit == self.unit
-
     def count(self, epoch: int, start: int = 0) -> int | None:
         whole = known_length(self._loader)
         return None if whole is None else max(whole - start, 0)
