@@ -44,6 +44,9 @@ def metrics() -> None:
     assert torch.equal(torch.cat(rows), want)
     assert torch.cat(repeated).shape == (len(want),)
     assert names == [f"{value:.6f}" for value in want[:, 0].tolist()]
+    # A rank may have nothing to tell, which looks like a nest of no tensors.
+    assert accelerator.gather_for_metrics([] if accelerator.is_main_process else ["one"]) == ["one"]
+    assert accelerator.gather_for_metrics([]) == []
     rank = torch.tensor([float(accelerator.process_index)])
     assert accelerator.gather({"rank": rank})["rank"].tolist() == [0.0, 1.0]
     assert accelerator.reduce(rank).tolist() == [1.0]

@@ -260,6 +260,8 @@ def test_single_files_cannot_be_remote() -> None:
     for save in (
         lambda: accelerator.save_model(tiny(), "s3://bucket/run"),
         lambda: accelerator.save({"epoch": 1}, "s3://bucket/notes.json"),
+        lambda: other.save({"epoch": 1}, "s3://bucket/notes.json"),
+        lambda: other.load("s3://bucket/notes.json"),
     ):
         with pytest.raises(ConfigError, match=r"folder='s3://bucket/.*checkpoints alone can be written"):
             save()
@@ -290,3 +292,33 @@ def test_terms_over_several_micro_batches_go_on_with_the_same_bits(tmp_path: Pat
     later.accelerator.load_state(folder)
     run(later, range(2, 5))
     assert same(weights(later), weights(whole))
+
+
+@pytest.mark.parametrize("terms", [True, False])
+def test_a_state_that_is_loaded_in_the_middle_of_an_update_ends_it(tmp_path: Path, terms: bool) -> None:
+    """Gradients, weights of terms and batches of the update that was under way are no part of the next one."""
+
+    def run(loop: Loop, micro_batches: int) -> None:
+        for x, y in itertools.islice(loop.data, micro_batches):
+            with loop.accelerator.accumulate(loop.model):
+                total = F.mse_loss(loop.model(x), y, reduction="sum")
+                loss = LossTerms(total, 0.7 * len(x)) if terms else total / len(x)
+                loop.accelerator.backward(loss)
+                loop.optimizer.step()
+                loop.schedule.step()
+                loop.optimizer.zero_grad()
+
+    ends = []
+    for more in (0, 1):
+        loop = Loop(gradient_accumulation_steps=2)
+        if not ends:
+            run(loop, 4)
+            loop.accelerator.save_state(tmp_path / "state")
+        else:
+            run(loop, more)
+        loop.accelerator.load_state(tmp_path / "state")
+        assert loop.accelerator.sync_gradients
+        run(loop, 4)
+        ends.append((weights(loop), loop.schedule.state_dict()))
+    assert same(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]

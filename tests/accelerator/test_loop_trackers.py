@@ -56,3 +56,44 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         loop.get_tracker("wandb")
     with pytest.raises(ConfigError, match="tensorbord"):
         loop.log({"loss": 1.0}, log_kwargs={"tensorbord": {}})
+
+
+class Ending(Notes):
+    """Writes down that it was closed; one that is `broken` raises then."""
+
+    broken = False
+
+    def finish(self) -> None:
+        self.kept.append("closed")
+        if self.broken:
+            raise ConnectionError("lost")
+
+
+class Broken(Ending):
+    name = "broken"
+    broken = True
+
+
+def test_all_trackers_are_closed_also_if_one_fails(tmp_path: Path) -> None:
+    first, second = Broken(), Ending()
+    loop = trackers([first, second], tmp_path)
+    loop.init_trackers("project")
+    with pytest.raises(ConnectionError, match="lost"):
+        loop.end_training()
+    assert (first.kept, second.kept) == (["closed"], ["closed"])
+    loop.end_training()
+    assert second.kept == ["closed"]
+
+
+def test_runs_that_are_opened_again_replace_those_before(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    mine = Ending()
+    loop = trackers([mine, "tensorboard"], tmp_path)
+    for project in ("one", "two"):
+        loop.init_trackers(project)
+        loop.log({"loss": len(project)}, step=1)
+    assert [tracker.name for tracker in loop.trackers] == ["notes", "tensorboard"]
+    assert mine.kept == [(1, {"loss": 3})] * 2
+    loop.end_training()
+    assert mine.kept[2:] == ["closed"]
+    assert sorted(path.parent.name for path in tmp_path.rglob("events.out.tfevents*")) == ["one", "two"]

@@ -338,6 +338,30 @@ def test_terms_are_divided_by_the_weight_of_the_update() -> None:
     assert model.weight.item() == pytest.approx(own.weight.item(), rel=1e-14)
 
 
+def test_a_parameter_of_two_models_is_corrected_and_clipped_once() -> None:
+    first, second = nn.Linear(2, 1, bias=False).double(), nn.Linear(2, 1, bias=False).double()
+    second.weight = first.weight
+    own = copy.deepcopy(first)
+    accelerator = make(False, gradient_accumulation_steps=2)
+    first, second, optimizer = accelerator.prepare(first, second, torch.optim.SGD([first.weight], lr=0.1))
+    reference = torch.optim.SGD(own.parameters(), lr=0.1)
+    x = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    for weights in ((1.0, 5.0), (7.0, 2.0)):
+        for weight in weights:
+            with accelerator.accumulate(first, second):
+                accelerator.backward(LossTerms((first(x) + second(x)).square().sum() * weight, weight))
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        (2 * own(x)).square().sum().backward()
+        want = torch.nn.utils.clip_grad_norm_(own.parameters(), 0.5).item()
+        assert norm.item() == pytest.approx(want, rel=1e-14)
+        reference.step()
+        reference.zero_grad()
+    assert first.weight.tolist() == [pytest.approx(row, rel=1e-14) for row in own.weight.tolist()]
+
+
 def test_terms_that_cannot_be_honoured() -> None:
     accelerator, model = make(False, gradient_accumulation_steps=2), nn.Linear(1, 1)
     model = accelerator.prepare(model)
@@ -350,6 +374,19 @@ def test_terms_that_cannot_be_honoured() -> None:
         accelerator.backward(model(torch.ones(1, 1)).sum())
         with pytest.raises(ModelError, match="one update was given LossTerms and a plain loss"):
             accelerator.backward(LossTerms(loss, 1.0))
+
+
+def test_terms_do_not_reach_tensors_of_no_model() -> None:
+    accelerator, model, scale = make(False, gradient_accumulation_steps=2), nn.Linear(1, 1), torch.ones(1)
+    scale.requires_grad_()
+    model, _ = accelerator.prepare(model, torch.optim.SGD([*model.parameters(), scale], lr=0.1))
+    with accelerator.accumulate(model):
+        accelerator.backward(LossTerms((model(torch.ones(1, 1)) * scale).sum(), 1.0))
+    with (
+        accelerator.accumulate(model),
+        pytest.raises(ModelError, match=r"1 tensor\(s\) of no prepared model"),
+    ):
+        accelerator.backward(LossTerms((model(torch.ones(1, 1)) * scale).sum(), 1.0))
 
 
 # --- wrong from the start ---------------------------------------------------------------------------------------------

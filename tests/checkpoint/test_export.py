@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.checkpoint.faults import CountingFiles, failing, save, vanish
 from tests.checkpoint.test_faults import in_child
 
@@ -84,6 +85,16 @@ def test_an_export_that_is_cut_off_leaves_a_whole_result_for_the_next(tmp_path: 
 def test_folders_beside_the_weights_are_not_companions(tmp_path: Path) -> None:
     export_folder(source(tmp_path, 1), tmp_path / "out", ExportOptions())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
+
+
+def test_a_configuration_may_hold_infinities(tmp_path: Path) -> None:
+    """As that of Mamba-2 does: transformers writes and reads them."""
+    (tmp_path / "in").mkdir()
+    save_file({WEIGHT: torch.ones(2)}, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"time_step_limit": [0.0, float("inf")]}))
+    export_folder(open_folder(tmp_path / "in"), tmp_path / "out", ExportOptions(dtype=torch.bfloat16))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {"time_step_limit": [0.0, float("inf")], "dtype": "bfloat16"}
 
 
 def test_a_file_and_a_folder_are_not_taken_for_each_other(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
@@ -13,7 +14,9 @@ import pytest
 from tests.checkpoint.faults import state_of
 
 from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.nodes import Disks, find_disks
+from windlass.checkpoint.opening import choose_on_all
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError, ConfigError
@@ -112,6 +115,27 @@ def save_on_two(tmp_path: Path) -> tuple[Path, Path]:
 
     assert on_ranks(machines(2, 1), save) == [None, None]
     return tmp_path / "0" / "checkpoint-1", tmp_path / "1" / "checkpoint-1"
+
+
+class Unlisted(Store):
+    """A folder whose disk does not answer."""
+
+    def committed(self) -> list[CheckpointInfo]:
+        raise OSError(errno.EIO, "no answer")
+
+
+def test_a_disk_that_cannot_be_listed_stops_all(tmp_path: Path) -> None:
+    save_on_two(tmp_path)
+
+    def choose(gang: Gang) -> None:
+        kind = Unlisted if gang.rank == 1 else Store
+        disks = Disks(gang.rank, 2, (gang.rank,))
+        choose_on_all(kind(tmp_path / str(gang.rank), all_ranks=gang, disks=disks), True)
+
+    for error in on_ranks(machines(2, 1), choose):
+        assert isinstance(error, CheckpointError)
+        assert "node 1: " in str(error)
+        assert "cannot be listed: [Errno 5] no answer" in str(error)
 
 
 def test_each_disk_lists_its_own(tmp_path: Path) -> None:

@@ -192,6 +192,14 @@ def test_groups_of_other_parameters_are_refused() -> None:
         load_optimizer_state(live, model, save_optimizer_state(optimizer, model))
 
 
+def test_a_group_without_parameters_that_no_saved_one_matches_is_refused() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(groups_of(model, False), lr=0.01)
+    live = torch.optim.AdamW([*groups_of(model, False), {"params": []}], lr=0.01)
+    with pytest.raises(CheckpointError, match="group 2 of the optimizer holds other parameters"):
+        load_optimizer_state(live, model, save_optimizer_state(optimizer, model))
+
+
 def test_a_state_of_one_group_is_loaded_into_several() -> None:
     """Earlier versions saved one group if there was no weight decay."""
     model, other = model_of(), model_of()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
@@ -60,6 +61,20 @@ def test_imaginary_parts_are_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     paths = [save(tmp_path, step, {"layer": torch.tensor([1 + 3j * step])}, 0) for step in (1, 2)]
     assert main(["checkpoint", "diff", *paths]) == 1
     assert "layer: max abs difference 3" in capsys.readouterr().out
+
+
+def test_values_are_told_apart_by_all_keys_on_the_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a configuration of transformers, which may hold infinities."""
+    paths = [tmp_path / name for name in ("before", "after")]
+    for path, value in zip(paths, (1, 2), strict=True):
+        path.mkdir()
+        save_file({"layer": torch.zeros(1)}, path / WEIGHTS_NAME)
+        config = {"a/b": value, "a": {"b": 3}, "time_step_limit": [0.0, float("inf")]}
+        (path / "config.json").write_text(json.dumps(config))
+    assert main(["checkpoint", "diff", *map(str, paths)]) == 1
+    assert "config.json: a/b: 1 became 2" in capsys.readouterr().out
 
 
 def test_a_row_or_two_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

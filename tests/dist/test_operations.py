@@ -18,10 +18,13 @@ from tests.dist.launch import launch
 from tests.dist.same import assert_same
 
 from windlass.core.errors import ConfigError, DataError
+from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
 from windlass.dist import operations
 from windlass.dist import operations as ours
-from windlass.dist.gang import current, leave
+from windlass.dist.gang import current, join, leave
+from windlass.dist.imagined import imagined_job
+from windlass.dist.operations import _group
 from windlass.utils.environment import clear_environment
 
 
@@ -56,6 +59,14 @@ def test_a_world_of_one_reduces_into_a_new_tensor() -> None:
     assert reduced is not value
     with pytest.raises(ConfigError, match="none"):
         operations.reduce(value, "none")
+
+
+def test_tensors_of_a_device_travel_among_the_ranks_of_their_gang() -> None:
+    """Also where layers are divided, so that those are not all ranks of the job."""
+    with imagined_job(4):
+        gang = join(world_from_environment(), torch.device("cpu"), mesh=Mesh(replicate=2, tensor=2))
+        group = _group(torch.empty(1, device="meta"), gang.over("data"))
+        assert dist.get_process_group_ranks(group) == [0, 2]
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -122,6 +133,7 @@ def values(rank: int) -> None:
         "tuple": (rank, [None, True]), "set": {1, 2}, "bytes": b"\x00\xff", "path": Path("a/b"), 7: "a number as a key",
         "$odd": float("inf"), "array": np.array([[1.5, rank]]), "scalar": np.float32(2.5),
         "tensor": torch.tensor([rank], dtype=torch.bfloat16), "empty": torch.empty(0, 3),
+        "sets": {frozenset({1}), frozenset()},
     }  # fmt: skip
     everyone = ours.gather_object([sent])
     assert_same([part["tuple"][0] for part in everyone], [0, 1, 2])
@@ -131,6 +143,12 @@ def values(rank: int) -> None:
 def refusals(rank: int) -> None:
     with pytest.raises(DataError, match=r"process 1: value\[0\]\['x'\] is a object"):
         ours.gather_object([{"x": object() if rank == 1 else 1}])
+    deep: list[Any] = []
+    deep.append(deep)
+    with pytest.raises(DataError, match="process 1: RecursionError"):
+        ours.gather_object([deep if rank == 1 else 1])
+    with pytest.raises(DataError, match=r"process 2: .*meta"):
+        ours.gather_object([torch.empty(2, device="meta" if rank == 2 else "cpu")])
     with pytest.raises(DataError, match="no process 3"):
         ours.broadcast_object_list([1], 3)
     with pytest.raises(DataError, match="wrap it in a list"):

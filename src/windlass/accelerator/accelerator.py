@@ -1045,7 +1045,8 @@ class Accelerator(Ranks):
         config: dict[str, Any] | None = None,
         init_kwargs: TrackerOptions | None = None,
     ) -> None:
-        """Open a run with every tracker of `log_with`. Call it on all processes; only the main one logs.
+        """Open a run with every tracker of `log_with`. Call it on all processes; only the main one logs. A further call
+        closes the runs of the last one.
 
         Args:
             project_name: the project of the runs.
@@ -1058,13 +1059,17 @@ class Accelerator(Ranks):
         """
         options = init_kwargs or {}
         check_tracker_names("init_kwargs", options, self.log_with)
-        opened = [build_tracker(item, project_name, self.logging_dir, options) for item in self.log_with]
-        for tracker in opened:
+        built = [build_tracker(item, project_name, self.logging_dir, options) for item in self.log_with]
+        earlier, self.trackers = self.trackers, []
+        for tracker in earlier:
+            if tracker not in built:  # a script's own object is opened again
+                tracker.finish()
+        for tracker in built:
             # Trackers record the command line, which may hold a token.
             with redacted_argv():
                 tracker.start()
-        self.trackers += opened
-        for tracker in opened if config is not None else ():
+            self.trackers.append(tracker)  # at once: if the next one fails, `end_training` closes this one
+        for tracker in built if config is not None else ():
             tracker.store_init_configuration(redact_value("config", config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -1114,12 +1119,15 @@ class Accelerator(Ranks):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Wait for a save in the background, close the trackers, and leave the process group."""
-        self._saver.finish()
-        for tracker in self.trackers:
-            tracker.finish()
-        self.trackers = []
-        leave()
+        """Wait for a save in the background, close the trackers, and leave the process group. After an error in one of
+        these the others are done too.
+        """
+        with contextlib.ExitStack() as last:  # the last that is put on it is called first
+            last.callback(leave)
+            for tracker in reversed(self.trackers):
+                last.callback(tracker.finish)
+            self.trackers = []
+            self._saver.finish()
 
 
 def meet(settings: LoopSettings, world: World) -> tuple[Gang, torch.device]:

@@ -147,8 +147,12 @@ class AccumulationState:
             return self.stride
         return -(-samples * self.stride // whole)
 
+    def resume(self, step: int) -> None:
+        """Begin an update, `step` micro-batches after the last loader ended."""
+        self._covered = None
+        self.step, self.sync_gradients = step, True
+
     def reset(self) -> None:
         """Return to the initial state."""
-        self._covered = None
-        self.step, self.sync_gradients = 0, True
+        self.resume(0)
         self._loaders = []

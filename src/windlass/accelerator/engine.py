@@ -61,7 +61,9 @@ def clip_values(prepared: Prepared, parameters: Any, clip_value: float) -> None:
 
 def _unscaled(prepared: Prepared, parameters: Any) -> tuple[list[Any], list[LoopExecutor]]:
     """The parameters as a list, and the executors that update them, whose gradients are divided by the loss scale."""
-    chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    # Each once: a parameter that two models share would count twice in the norm, and be scaled twice.
+    chosen = list({id(parameter): parameter for parameter in listed}.values())
     executors = prepared.executors_over(chosen)
     if any(executor.updates_in_backward for executor in executors):
         raise ModelError(
@@ -264,14 +266,25 @@ class OwnLoop:
                 "LossTerms over several micro-batches are corrected after the last one, but the optimizer updates in "
                 "the backward: pass their mean, or set gradient_accumulation_steps=1"
             )
+        if stray := sum(tensor.grad is not None for tensor in self._prepared.loose.module.parameters()):
+            raise ModelError(
+                "LossTerms over several micro-batches are corrected after the last one, in the models that "
+                f"`accumulate` names, and {stray} tensor(s) of no prepared model have gradients too: make them "
+                "parameters of a module, prepare and name that, or set gradient_accumulation_steps=1"
+            )
+        corrected = set[int]()  # models may share a parameter
         for model in self._accumulation.models:
+            found = {id(p): p.grad for p in model.parameters() if p.grad is not None}
             strategy = self._prepared.strategy_of(model) or Alone(model)
-            strategy.multiply([p.grad for p in model.parameters() if p.grad is not None], factor)
+            strategy.multiply([grad for key, grad in found.items() if key not in corrected], factor)
+            corrected |= found.keys()
 
     def state_dict(self) -> State:
         return self._normaliser.state_dict()
 
     def load_state_dict(self, state: State) -> None:
+        # As in a new process: micro-batches before the load are no part of the next update.
+        self._prepared.executors.abandon()
         self._normaliser.load_state_dict(state)
 
     def free_memory(self) -> None:

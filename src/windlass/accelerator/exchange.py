@@ -21,7 +21,7 @@ def gather_samples(data: Any, loader: ActiveLoader | None, data_ranks: Gang, use
     """Gather exactly one row for each sample of the current batch; see `Accelerator.gather_for_metrics`. `loader`: the
     loader that is being iterated, if any.
     """
-    if use_gather_object or not _all_tensors(data):
+    if use_gather_object or not _has_tensors_alone(data):
         own = data if loader is None or not loader.is_filler else type(data)()
         if data_ranks.size == 1:
             return own
@@ -37,12 +37,14 @@ def gather_samples(data: Any, loader: ActiveLoader | None, data_ranks: Gang, use
     return recursively_apply(lambda tensor: tensor[:kept] if tensor.ndim else tensor, gathered)
 
 
-def _all_tensors(data: Any) -> bool:
+def _has_tensors_alone(data: Any) -> bool:
+    found: list[Tensor] = []
     try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+        recursively_apply(found.append, data, error_on_other_type=True)
     except TypeError:
         return False
-    return True
+    # Of an empty list nothing tells: other ranks may have plain values in theirs.
+    return bool(found)
 
 
 def _of_samples(tensor: Tensor, loader: ActiveLoader) -> Tensor:

@@ -223,6 +223,12 @@ class Executors:
                 follower.follow_scale(factor)
         return applied
 
+    def abandon(self) -> None:
+        """Drop the gradients of the update under way."""
+        for executor in map(self.executor_of, self._known()):
+            executor.zero_grad()
+            executor.abandon()
+
     def release(self) -> None:
         """Drop all models and optimizers."""
         for executor, _ in self._engines.values():

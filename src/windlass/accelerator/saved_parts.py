@@ -343,7 +343,7 @@ class _Progress:
         return {"step": self._accumulation.step, **self._engine.state_dict(), **census(self._prepared)}
 
     def load_state_dict(self, state: State) -> None:
-        self._accumulation.step = int(state["step"])
+        self._accumulation.resume(int(state["step"]))
         self._engine.load_state_dict(state)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from windlass.checkpoint import strict_json
-from windlass.checkpoint.codec import decode, encode, has_references
+from windlass.checkpoint.codec import decode, encode, refers_to_tensors
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
@@ -97,7 +97,7 @@ def _save_for_torch(path: Path, values: Any) -> None:
 
     Objects are refused: a pickle with objects is read by running what it says.
     """
-    encode(values)  # its error names the place of a value that is neither a tensor nor plain
+    _encoded(path, values)
     files = Files()
     with files.replacing(path) as new:
         torch.save(values, new)
@@ -108,9 +108,19 @@ def _save_for_torch(path: Path, values: Any) -> None:
         files.sync_file(new)
 
 
+def _encoded(path: Path, values: Any) -> tuple[Any, dict[str, Tensor]]:
+    """`values` split into JSON and tensors. Raises CheckpointError, with the file and the place of the value, for one
+    that is neither a tensor nor plain.
+    """
+    try:
+        return encode(values)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is not written: {error}") from None
+
+
 def _save_nest(path: Path, values: Any) -> None:
     files = Files()
-    tree, found = encode(values)
+    tree, found = _encoded(path, values)
     text = strict_json.dump(tree, path.name)
     with contextlib.ExitStack() as stack:
         if found:
@@ -127,7 +137,7 @@ def _load_nest(path: Path) -> Any:
     text = files.read(path, strict_json.MAX_JSON_BYTES)
     tree = strict_json.parse(text, str(path))
     # Values without tensors may have replaced such with tensors, or lie beside another file of that name.
-    if not beside.exists() or not has_references(tree):
+    if not beside.exists() or not refers_to_tensors(tree):
         return decode(tree, {})
     with open_tensors(beside, files) as tensors:
         if tensors.metadata.get(_DIGEST) not in (None, hashlib.sha256(text).hexdigest()):

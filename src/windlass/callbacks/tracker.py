@@ -118,6 +118,9 @@ class PackageTracker(GeneralTracker):
     identity: ClassVar[str] = "id"
     closes: ClassVar[str] = "finish"
     project_variable: ClassVar[str] = ""
+    is_ours = (
+        True  # False for a run that the script has opened: it goes on after training, and is not closed here
+    )
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
@@ -147,7 +150,8 @@ class PackageTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        getattr(self.tracker, self.closes)()
+        if self.is_ours:
+            getattr(self.tracker, self.closes)()
 
 
 def check_attributes(cls: type, names: tuple[str, ...]) -> None:

@@ -180,16 +180,6 @@ def _is_plain(value: Any) -> bool:
     return kind is str or kind is bool or value is None or (kind is int and -(1 << 63) <= value < 1 << 63)
 
 
-def has_references(tree: Any, depth: int = 0) -> bool:
-    """Return True if a tree that `encode` made refers to tensors, or is so deep that `decode` refuses it."""
-    if not isinstance(tree, dict | list) or depth > MAX_DEPTH:
-        return depth > MAX_DEPTH
-    if isinstance(tree, dict) and not tree.keys().isdisjoint(_IN_FILE):
-        return True
-    items = tree.values() if isinstance(tree, dict) else tree
-    return any(has_references(item, depth + 1) for item in items)
-
-
 def decode(tree: Any, tensors: TensorFile | dict[str, Tensor]) -> Any:
     """Rebuild what `encode` split. Each tensor is read once, when its place in the tree is reached."""
     return _Decoder(tensors).value(tree, ())
@@ -308,7 +298,7 @@ def _opened(stem: Path, files: Files, deferred: bool) -> Iterator[State]:
     tree_path, tensor_path = _pair(stem)
     tree = strict_json.read(tree_path, files)
     source: AbstractContextManager[TensorFile | dict[str, Tensor]] = nullcontext({})
-    if _mentions_tensors(tree):
+    if refers_to_tensors(tree):
         source = open_tensors(tensor_path, files)
     with source as tensors:
         try:
@@ -320,8 +310,9 @@ def _opened(stem: Path, files: Files, deferred: bool) -> Iterator[State]:
         yield state
 
 
-def _mentions_tensors(tree: Any) -> bool:
-    stack = [tree]
+def refers_to_tensors(tree: Any) -> bool:
+    """Return True if a tree that `encode` made refers to tensors."""
+    stack = [tree]  # a file may be nested deeper than Python calls
     while stack:
         node = stack.pop()
         if isinstance(node, list):

@@ -123,6 +123,9 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 
 # --- files without tensors
 
+# The keys on the way to a value. Joined, a slash within a key would look like one between two.
+_Path = tuple[str, ...]
+
 
 def _plain_files(folder: Folder) -> set[str]:
     return {name for name in folder.names if not name.endswith(".safetensors") and name not in _OWN}
@@ -138,26 +141,28 @@ def _file_differences(name: str, first: Folder, second: Folder) -> Iterator[Diff
         yield Difference(name, "", "content differs")
         return
     before, after = _values(first, name), _values(second, name)
-    for key in sorted(before.keys() | after.keys()):
-        if key not in before or key not in after:
-            yield Difference(name, key, "added" if key not in before else "removed")
-        elif before[key] != after[key]:
-            yield Difference(name, key, f"{before[key][:_SHOWN]} became {after[key][:_SHOWN]}")
+    for path in sorted(before.keys() | after.keys()):
+        key = "/".join(path)
+        if path not in before or path not in after:
+            yield Difference(name, key, "added" if path not in before else "removed")
+        elif before[path] != after[path]:
+            yield Difference(name, key, f"{before[path][:_SHOWN]} became {after[path][:_SHOWN]}")
 
 
 def _entry(folder: Folder, name: str) -> FileEntry:
     return folder.files.digest(folder.path / name)
 
 
-def _values(folder: Folder, name: str) -> dict[str, str]:
+def _values(folder: Folder, name: str) -> dict[_Path, str]:
     """The plain values of a JSON tree, as text, by their path."""
-    return dict(_leaves(strict_json.read(folder.path / name, folder.files), ()))
+    # Configurations of other programs may hold NaN and infinities.
+    return dict(_leaves(strict_json.read(folder.path / name, folder.files, allow_nan=True), ()))
 
 
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _leaves(tree: Any, path: _Path) -> Iterator[tuple[_Path, str]]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None or not tree:
-        yield "/".join(path), json.dumps(tree)
+        yield path, json.dumps(tree)
         return
     for key, item in items:
         yield from _leaves(item, (*path, str(key)))

@@ -259,7 +259,7 @@ def _copy(source: Folder, name: str, target: Path, options: ExportOptions, files
 def _config_as(source: Folder, dtype: torch.dtype) -> bytes:
     """The configuration with the dtype of the weights, which `from_pretrained` uses."""
     path = source.path / _CONFIG
-    config = strict_json.read(path, source.files)
+    config = strict_json.read(path, source.files, allow_nan=True)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a map")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -113,7 +113,8 @@ def _write(mark: Path) -> None:
 def _visible(folder: Path, names: dict[int, str]) -> list[int]:
     """The ranks whose marks exist; repeated for a while."""
     for wait in (*WAITS, 0.0):
-        found = [rank for rank, name in names.items() if (folder / name).exists()]
+        # Not `Path.exists`, which may raise: the other ranks wait in the exchange that follows.
+        found = [rank for rank, name in names.items() if os.path.exists(folder / name)]
         if len(found) == len(names):
             break
         time.sleep(wait)

@@ -129,9 +129,15 @@ def _at(store: Store, path: Path) -> CheckpointInfo | None:
 
 
 def _newest_on_all(store: Store) -> CheckpointInfo | None:
-    paths = {info.order: info.path for info in store.committed()} if store.is_writer else {}
-    gathered = store.gather(list(paths) if store.is_writer else None)
-    of_nodes = [set(orders) for orders in gathered if orders is not None]
+    paths, problem = dict[_Order, Path](), None
+    try:
+        paths = {info.order: info.path for info in store.committed()} if store.is_writer else {}
+    except OSError as error:  # raised here, it would leave the other ranks waiting
+        problem = f"node {store.disks.node}: {store.root} cannot be listed: {error}"
+    gathered = [found for found in store.gather([list(paths), problem] if store.is_writer else None) if found]
+    if unreadable := [why for _, why in gathered if why is not None]:
+        raise CheckpointError("; ".join(unreadable))
+    of_nodes = [set(map(tuple, orders)) for orders, _ in gathered]
     reasons = []
     for order in sorted(set[_Order]().union(*of_nodes), reverse=True):
         absent = [str(node) for node, orders in enumerate(of_nodes) if order not in orders]

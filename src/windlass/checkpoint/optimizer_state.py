@@ -260,16 +260,17 @@ def match_groups(groups: Sequence[frozenset[str]], state: State) -> list[dict[st
             "the optimizer state is malformed: a group lacks its names or options"
         ) from None
     # Earlier versions had one group for all parameters of a model that is trained without weight decay.
-    only = next(iter(saved)) if len(saved) == 1 else frozenset[str]()
+    only = next(iter(saved)) if len(saved) == 1 else None
     options = []
     for index, members in enumerate(groups):
-        if members not in saved and not members <= only:
+        known = members if members in saved else only
+        if known is None or not members <= known:
             moved = sorted(members - max(saved, key=lambda other: len(members & other), default=frozenset()))
             raise CheckpointError(
                 f"group {index} of the optimizer holds other parameters than any group in the checkpoint "
                 f"({shorten(moved) or 'some left it'}); build the groups as they were when it was saved"
             )
-        found = saved[members if members in saved else only]
+        found = saved[known]
         # Only groups without parameters can be equal: they are matched in their order.
         options.append(found.pop(0) if len(found) > 1 else found[0])
     return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -70,20 +71,28 @@ def stream_split(
     parts = _parts(shaped, limit)
     if len(parts) < 2:
         metadata = with_aliases({"format": "pt"}, aliases)
-        return {WEIGHTS_NAME: _write_part(folder, WEIGHTS_NAME, shaped, read, metadata, files)}
+        with files.replacing(folder / WEIGHTS_NAME) as new:
+            return {WEIGHTS_NAME: stream_tensors(new, shaped, read, metadata, files=files)}
     places: dict[str, str] = {}
     written: dict[str, FileEntry] = {}
-    for number, part in enumerate(parts, 1):
-        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        held = {key: shaped[key] for key in part}
-        written[name] = _write_part(folder, name, held, read, {"format": "pt"}, files)
-        places.update(dict.fromkeys(part, name))
-    size = {"total_size": sum(tensor.nbytes for tensor in shaped.values())}
-    index = {"metadata": {**size, **with_aliases({}, aliases)}, "weight_map": places}
-    # Last: a reader that finds the index finds all files that it lists.
-    with files.replacing(folder / SPLIT_INDEX_NAME) as new:
-        text = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
-        written[SPLIT_INDEX_NAME] = files.write(new, [text])
+    index = folder / SPLIT_INDEX_NAME
+    with contextlib.ExitStack() as renames:
+        # First, so that it is renamed last: a reader that finds the index finds all files that it lists.
+        new_index = renames.enter_context(files.replacing(index))
+        for number, part in enumerate(parts, 1):
+            name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+            new = renames.enter_context(files.replacing(folder / name))
+            held = {key: shaped[key] for key in part}
+            written[name] = stream_tensors(new, held, read, {"format": "pt"}, files=files)
+            places.update(dict.fromkeys(part, name))
+        size = {"total_size": sum(tensor.nbytes for tensor in shaped.values())}
+        tree = {"metadata": {**size, **with_aliases({}, aliases)}, "weight_map": places}
+        text = json.dumps(tree, indent=2, sort_keys=True).encode() + b"\n"
+        written[SPLIT_INDEX_NAME] = files.write(new_index, [text])
+        # Files of an earlier save may have the same names. All are written before the first is replaced, and until the
+        # last is, no index joins files of both.
+        if index.exists():
+            files.remove_file(index)
     return written
 
 
@@ -98,18 +107,6 @@ def _parts(shaped: Mapping[str, Shaped], limit: int) -> list[list[str]]:
         parts[-1].append(name)
         held += tensor.nbytes
     return parts
-
-
-def _write_part(
-    folder: Path,
-    name: str,
-    shaped: Mapping[str, Shaped],
-    read: Callable[[str], Tensor],
-    metadata: Mapping[str, str],
-    files: Files,
-) -> FileEntry:
-    with files.replacing(folder / name) as new:
-        return stream_tensors(new, shaped, read, metadata, files=files)
 
 
 def _remove_others(folder: Path, written: Mapping[str, FileEntry], files: Files) -> None:

@@ -188,8 +188,8 @@ def _check_source(operation: str, process: int, gang: Gang) -> None:
 
 
 def _group(tensor: Tensor, gang: Gang) -> Any:
-    """The process group that carries this tensor: the host's for host memory, else the main one."""
-    return gang.host_group if tensor.device.type == "cpu" else None
+    """The process group of these ranks that carries this tensor: the host's for host memory, else the device's."""
+    return gang.host_group if tensor.device.type == "cpu" else gang.device_group
 
 
 def _at_least_a_vector(tensor: Tensor) -> Tensor:

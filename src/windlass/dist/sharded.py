@@ -245,11 +245,13 @@ def sum_of_parts(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Te
             key = (tensor.device_mesh, tensor.placements, values[index].dtype)
             meshes.setdefault(key, []).append(index)
     for (mesh, placements, _), places in meshes.items():
-        total = torch.stack([values[index] for index in places])
+        # Parameters that are offloaded lie on the host, where the groups of the mesh carry nothing.
+        here = torch.stack([values[index] for index in places])
+        total = here.to(mesh.device_type)
         for axis, placement in enumerate(placements):
             if _is_cut(placement):
                 torch.distributed.all_reduce(total, group=mesh.get_group(axis))
-        for index, value in zip(places, total.unbind(), strict=True):
+        for index, value in zip(places, total.to(here.device).unbind(), strict=True):
             sums[index] = value
     return sums
 

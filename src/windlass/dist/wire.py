@@ -71,10 +71,13 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     Raises:
         DataError: on all ranks: the value of one of them cannot be sent.
     """
+    failure: Exception | None = None
     try:
         parcel = pack(value)
-    except DataError as error:
-        parcel = pack(None, {"error": str(error)})
+    except Exception as error:  # of any kind: raised here, it would leave the other ranks waiting
+        failure = error
+        reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+        parcel = pack(None, {"error": reason})
     # `all_gather` takes tensors of one length, so the lengths are exchanged first.
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([parcel.numel()]), group=group)
@@ -84,7 +87,7 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     answers = [unpack(got) for got in received]
     wrong = [f"process {rank}: {notes['error']}" for rank, (_, notes) in enumerate(answers) if notes]
     if wrong:
-        raise DataError(f"this cannot be sent to other processes: {'; '.join(wrong)}")
+        raise DataError(f"this cannot be sent to other processes: {'; '.join(wrong)}") from failure
     return [answer for answer, _ in answers]
 
 
@@ -164,7 +167,8 @@ def _described(value: Any, contents: list[Tensor], where: str) -> Any:
     if kind in (tuple, torch.Size):
         return {"$tuple": _items(value, contents, where)}
     if isinstance(value, set | frozenset):
-        return {"$set": _items(list(value), contents, where)}
+        tag = "$set" if isinstance(value, set) else "$frozenset"
+        return {tag: _items(list(value), contents, where)}
     if isinstance(value, Path):
         return {"$path": str(value)}
     if isinstance(value, Tensor):
@@ -249,6 +253,7 @@ class _Unpacking:
     _READERS: ClassVar[dict[str, Callable[[_Unpacking, Any], Any]]] = {
         "$tuple": lambda self, items: tuple(self.value(items)),
         "$set": lambda self, items: set(self.value(items)),
+        "$frozenset": lambda self, items: frozenset(self.value(items)),
         "$path": lambda self, text: Path(text),
         "$bytes": lambda self, count: self._take(count).numpy().tobytes(),
         "$tensor": _tensor,

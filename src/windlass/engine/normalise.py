@@ -271,6 +271,7 @@ class LoopNormaliser(Normaliser):
         return {"terms_weight": None if self._guess is None else float(self._guess)}
 
     def load_state_dict(self, state: State) -> None:
+        self.weight, self._correction, self._plain_seen = None, None, False  # of an update that is abandoned
         self._guess = state.get("terms_weight")  # earlier versions did not save it
 
     def _plain(self, loss: Tensor) -> Tensor:

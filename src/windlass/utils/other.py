@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.value_files import load_values, save_values
+from windlass.accelerator.value_files import load_values, on_this_machine, save_values
 from windlass.checkpoint.files import Files
 from windlass.compat.readers.torch_file import open_torch_file
 from windlass.compat.state import PartialState
@@ -60,9 +60,9 @@ def save(
         save_on_each_node: write on the main process of every machine.
         safe_serialization: write a safetensors file under any name.
     """
-    state = PartialState()
+    path, state = on_this_machine(f), PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        save_values(Path(f), obj, safe_serialization)
+        save_values(path, obj, safe_serialization)
 
 
 def load(f: str | os.PathLike[str], map_location: torch.device | str | None = None) -> Any:
@@ -72,7 +72,7 @@ def load(f: str | os.PathLike[str], map_location: torch.device | str | None = No
     Args:
         map_location: the device of the tensors; None is the host.
     """
-    path = Path(f)
+    path = on_this_machine(f)
     if path.suffix not in (".safetensors", ".json") and path.exists():
         with open_torch_file(path, Files()) as file:
             found = file.materialised(file.tree)

@@ -79,6 +79,18 @@ def test_trackers_keep_what_metrics_jsonl_holds(name: str, tmp_path: Path) -> No
         assert not differing, (metric, differing)
 
 
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_run_of_the_script_stays_open(name: str, tmp_path: Path) -> None:
+    """Also when a second training starts, which ends the runs that an earlier one has opened."""
+    pytest.importorskip(name)
+    (tmp_path / "home").mkdir()
+    said = run_script(HERE / "script_runs.py", name, cwd=tmp_path, timeout=240, environ=offline(tmp_path))
+    identities = json.loads(next(line for line in reversed(said.splitlines()) if line.startswith("[")))
+    assert len(identities) == 4
+    assert identities[0] is not None
+    assert set(identities) == {identities[0]}
+
+
 @with_pinned("accelerate")
 def test_names_and_classes_are_those_that_scripts_know() -> None:
     tracking = pytest.importorskip("accelerate.tracking")

@@ -23,11 +23,11 @@ class ClearMLTracker(PackageTracker):
 
     name = "clearml"
     handle = "task"
+    closes = "close"
     task: Any = None
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
-        self._is_ours = False
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
@@ -40,14 +40,13 @@ class ClearMLTracker(PackageTracker):
     @on_main_process
     def start(self) -> None:
         self.task = self.package.Task.current_task()
-        if self.task is None:
+        self.is_ours = self.task is None
+        if self.is_ours:
             names = {
                 "project_name": os.environ.get("CLEARML_PROJECT", self.run_name),
                 "task_name": os.environ.get("CLEARML_TASK", self.run_name),
             }
             self.task = self.package.Task.init(**{**names, **self.init_kwargs})
-            # A task of the script goes on after training: only one that was opened here is closed.
-            self._is_ours = True
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -99,11 +98,6 @@ class ClearMLTracker(PackageTracker):
         self.task.get_logger().report_table(
             title=title, series=series, table_plot=table, iteration=step, **kwargs
         )
-
-    @on_main_process
-    def finish(self) -> None:
-        if self._is_ours:
-            self.task.close()
 
 
 def _chart_and_curve(name: str) -> tuple[str, str]:

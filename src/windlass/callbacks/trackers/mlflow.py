@@ -17,7 +17,7 @@ _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 
 
 class MLflowTracker(PackageTracker):
-    """A run of MLflow, at `$MLFLOW_TRACKING_URI`; one that the script has opened already is used as it is.
+    """A run of MLflow, at `$MLFLOW_TRACKING_URI`; one that the script has opened is used as it is, and left open.
 
     The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (JSON) and `MLFLOW_NESTED_RUN` override the
     arguments.
@@ -67,7 +67,7 @@ class MLflowTracker(PackageTracker):
         # MLflow has one active run in a thread, and `start_run` raises an error beside it unless it is nested.
         opened = self.package.active_run()
         if opened is not None and not self.nested_run and self.continued in (None, opened.info.run_id):
-            self.active_run = opened
+            self.active_run, self.is_ours = opened, False
             return
         self.active_run = self.package.start_run(
             run_id=self.continued,
@@ -129,7 +129,8 @@ class MLflowTracker(PackageTracker):
 
     @on_main_process
     def finish(self) -> None:
-        self.package.end_run()
+        if self.is_ours:
+            self.package.end_run()
 
 
 def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:

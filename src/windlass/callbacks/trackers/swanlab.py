@@ -8,7 +8,8 @@ from windlass.callbacks.tracker import PackageTracker, on_main_process, split_nu
 
 
 class SwanLabTracker(PackageTracker):
-    """A run of SwanLab; a run that the script has opened already is used as it is. `$SWANLAB_MODE` sets the connection.
+    """A run of SwanLab; one that the script has opened is used as it is, and left open. `$SWANLAB_MODE` sets the
+    connection.
 
     The arguments are those of `PackageTracker`, for `swanlab.init`.
     """
@@ -20,6 +21,7 @@ class SwanLabTracker(PackageTracker):
     @on_main_process
     def start(self) -> None:
         opened = self.package.get_run() if self.package.has_run() else None
+        self.is_ours = opened is None
         self.run = opened or self.package.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process

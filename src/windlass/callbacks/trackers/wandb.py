@@ -8,7 +8,7 @@ from windlass.callbacks.tracker import PackageTracker, on_main_process
 
 
 class WandBTracker(PackageTracker):
-    """A run of Weights & Biases; a run that the script has opened already is used as it is.
+    """A run of Weights & Biases; one that the script has opened is used as it is, and left open.
 
     A resumed run keeps its id; offline it becomes a second part of the same run, which `wandb sync` joins to the first.
     The arguments are those of `PackageTracker`, for `wandb.init`.
@@ -20,6 +20,7 @@ class WandBTracker(PackageTracker):
 
     @on_main_process
     def start(self) -> None:
+        self.is_ours = self.package.run is None
         self.run = self.package.run or self.package.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process

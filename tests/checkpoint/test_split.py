@@ -1,0 +1,51 @@
+"""Weights in several files: what a reader finds if a save over an earlier one stops anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.checkpoint.faults import CountingFiles, failing, vanish
+from tests.checkpoint.test_faults import in_child
+from torch import nn
+
+from windlass.checkpoint.split import SPLIT_INDEX_NAME, save_split
+from windlass.checkpoint.stored import load_folder
+from windlass.core.errors import CheckpointError
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+@pytest.mark.parametrize("fault", [vanish, failing()])
+def test_no_reader_finds_weights_of_two_saves(tmp_path: Path, fault: object) -> None:
+    number, found, count = 0, set[float](), -1
+    while True:
+        number += 1
+        folder = tmp_path / str(number)
+        save_split(folder, model_of(1.0).state_dict(), limit=24)
+        files = CountingFiles(number, fault)  # type: ignore[arg-type]
+        code = in_child(lambda: save_split(folder, model_of(2.0).state_dict(), 24, files))  # noqa: B023
+        loaded = model_of(0.0)
+        if not (folder / SPLIT_INDEX_NAME).exists():
+            with pytest.raises(CheckpointError, match="holds no weights"):
+                load_folder(folder, loaded)
+        else:
+            load_folder(folder, loaded)
+            values = torch.cat([parameter.flatten() for parameter in loaded.parameters()]).unique().tolist()
+            assert len(values) == 1, "parts of both"
+            found.update(values)
+        if code == 0:
+            break
+        save_split(folder, model_of(3.0).state_dict(), limit=24)
+        load_folder(folder, loaded)
+        assert {value for p in loaded.parameters() for value in p.detach().flatten().tolist()} == {3.0}
+        assert count in (-1, len(list(folder.iterdir())))
+        count = len(list(folder.iterdir()))
+    assert found == {1.0, 2.0}
+    assert number > 10
