@@ -30,6 +30,8 @@ class DealtBatch:
     filler: bool = False
     # In the first batch of a pass over a stream, checksums of its first samples over all ranks
     marks: list[int] = field(default_factory=list)
+    # How many times each of `ids` came before in this pass; empty if none did
+    repeats: list[int] = field(default_factory=list)
 
     def pin_memory(self) -> DealtBatch:
         """Page-lock the batch; called by the `DataLoader` of a pool of workers."""

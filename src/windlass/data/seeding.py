@@ -100,8 +100,8 @@ def first_seed(generator: object) -> int | None:
     return generator.initial_seed() if isinstance(generator, torch.Generator) else None
 
 
-def collator_reseeder(collate: object) -> Callable[[int, int], None] | None:
-    """How to seed a collator's own generator by (its seed, epoch, first sample); None if it has no seed.
+def collator_reseeder(collate: object) -> Callable[..., None] | None:
+    """How to seed a collator's own generator by (its seed, epoch, first sample, ...); None if it has no seed.
 
     Detected by `seed`, `generator` and `get_generator(seed)`, as in masked-language-model collators. Without it, such a
     generator would continue from batch to batch, and a resumed run would mask other tokens.
@@ -112,7 +112,7 @@ def collator_reseeder(collate: object) -> Callable[[int, int], None] | None:
     if make is None or seed is None:
         return None
 
-    def reseed(epoch: int, first: int) -> None:
-        collate.generator = make(derive_seed(STREAM_COLLATE, seed, epoch, first))  # type: ignore[attr-defined]
+    def reseed(*position: int) -> None:
+        collate.generator = make(derive_seed(STREAM_COLLATE, seed, *position))  # type: ignore[attr-defined]
 
     return reseed
