@@ -12,6 +12,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from windlass.core.rng import STREAM_COLLATE, STREAM_ORDER, derive_seed, seed_generators
+from windlass.data.columns import ColumnCollator
 
 _TORCH = torch.default_generator
 
@@ -106,7 +107,7 @@ def collator_reseeder(collate: object) -> Callable[..., None] | None:
     Detected by `seed`, `generator` and `get_generator(seed)`, as in masked-language-model collators. Without it, such a
     generator would continue from batch to batch, and a resumed run would mask other tokens.
     """
-    while hasattr(collate, "collate"):  # a `ColumnCollator` around it
+    while isinstance(collate, ColumnCollator):
         collate = collate.collate
     make, seed = getattr(collate, "get_generator", None), getattr(collate, "seed", None)
     if make is None or seed is None:
