@@ -83,7 +83,8 @@ class Reading:
 
     def _read(self, count: int) -> list[Any]:
         samples: list[Any] = []
-        if self._dataset_epoch.value != self._epoch:  # another pass over the same stream began meanwhile
+        # Another pass over the same stream may have begun meanwhile.
+        if self._dataset_epoch.value != self._epoch:
             self._dataset_epoch.set(self._epoch)
         with self._sandbox:
             try:
@@ -160,13 +161,12 @@ def _first_state(dataset: Any) -> Any:
     """The state of `dataset` before anything was read of it; None if it has none that is known."""
     if why_without_state(dataset):
         return None
+    # A `state_dict` of the user's may fail, and an object that is not hashable raises a TypeError.
     try:
         if dataset not in _first_states:
             _first_states[dataset], _ = plain_copy(dataset.state_dict())
         return _first_states[dataset]
-    except (
-        Exception
-    ):  # that of a `state_dict` of the user's, or a TypeError of an object that is not hashable
+    except Exception:
         return None
 
 
