@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.dist.launch import launch
 
@@ -385,7 +386,7 @@ def test_a_mesh_needs_the_type_of_its_devices() -> None:
 @pytest.mark.dist
 def test_meshes_beside_accelerate(tmp_path: Path) -> None:
     ranks = Path(__file__)
-    assert launch(2, ranks, tmp_path / "meeting").count("the meshes are right") == 2
+    assert launch(4, ranks, tmp_path / "meeting").count("the meshes are right") == 4
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -405,10 +406,11 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     for sizes, joint in (
-        ({"dp_shard_size": 2}, ["dp", "dp_cp", "dp_shard_cp"]),
-        ({"dp_replicate_size": 2}, ["dp", "dp_cp"]),
-        ({"tp_size": 2}, []),
-        ({"cp_size": 2}, ["dp_cp", "dp_shard_cp"]),
+        ({"dp_shard_size": 4}, ["dp", "dp_cp", "dp_shard_cp"]),
+        ({"dp_replicate_size": 4}, ["dp", "dp_cp"]),
+        ({"tp_size": 4}, []),
+        ({"cp_size": 4}, ["dp_cp", "dp_shard_cp"]),
+        ({"dp_shard_size": 2, "tp_size": 2}, ["dp", "dp_cp", "dp_shard_cp"]),
     ):
         ours, theirs = ParallelismConfig(**sizes), Peer(**sizes)  # type: ignore[arg-type]
         mesh, peer = ours.get_device_mesh("cpu"), theirs.get_device_mesh("cpu")
@@ -416,6 +418,9 @@ def main() -> None:
         names = [*mesh.mesh_dim_names, *joint]
         assert axes(mesh, names) == axes(peer, names)
         assert ours.get_device_mesh() is ours.get_device_mesh("cpu") is mesh
+        for name in names:  # as long as those of the script's own group
+            backend = mesh[name].get_group()._get_backend(torch.device("cpu"))
+            assert backend.options._timeout == timedelta(seconds=60), name
     assert ParallelismConfig().build_device_mesh("cpu") is None
     assert ParallelismConfig(sp_size=2).build_device_mesh("cpu") is None
     dist.destroy_process_group()

@@ -44,3 +44,13 @@ class ProcessGroups:
     def among(self, ranks: list[int]) -> Any:
         """A group of these ranks, in ascending order, on the default backend. Collective among them alone."""
         return dist.new_group(ranks, self.timeout, use_local_synchronization=True)
+
+
+def wait_as_the_job(group: Any) -> None:
+    """Let the collectives of `group`, which others opened, wait as long as those of the default group: torch gives each
+    new group a timeout of its own.
+    """
+    job: Any = dist.group.WORLD
+    if group is not job:
+        timeout = job._get_backend(job._device_types[0]).options._timeout
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
