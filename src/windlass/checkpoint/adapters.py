@@ -8,6 +8,7 @@ that an adapter is never loaded onto another base. Buffers outside of the adapte
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +99,14 @@ class Adapter:
         }
 
     def save_config(self, folder: Path) -> None:
-        """Write `adapter_config.json` as peft writes it, for inference."""
+        """Write `adapter_config.json` as peft writes it, for inference, with the whole path of a base that is a folder."""
         model: Any = self.model
         config = copy.copy(model.peft_config[self.name])
         base = model.get_base_model()
-        if config.base_model_name_or_path is None:
-            config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+        named = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+        # Who merges the adapter may do so in another working directory, where a relative path leads nowhere.
+        is_folder = named is not None and os.path.isdir(named)
+        config.base_model_name_or_path = os.path.abspath(named) if is_folder else named
         if config.task_type is None:
             kind = type(base)
             config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
