@@ -144,7 +144,10 @@ class LoopSaver:
             self._under_way = None
 
     def release_memory(self) -> None:
-        """Free the host memory of copies; a save in the background keeps its copy until it ends."""
+        """Release the models, and free the host memory of copies; a save in the background keeps its copy until it
+        ends.
+        """
+        self._content.forget()
         self._memory.free()
 
     # --- writing ------------------------------------------------------------------------------------------------------

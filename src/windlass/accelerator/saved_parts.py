@@ -255,6 +255,10 @@ class LoopContent:
             return ModelState(saved.of_first_rank(disks.nodes), in_parts=strategy.saves_parts)
         return ModelState(strategy.whole_state())
 
+    def forget(self) -> None:
+        """Release the models."""
+        self._models = {}
+
     def states(self, disks: Disks) -> Content:
         """Everything but the models; states of all ranks on writer ranks only."""
         prepared = self._prepared
