@@ -197,7 +197,7 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
         if problems := misfits(file, wanted, {name: name for name in wanted}, "adapter"):
             raise CheckpointError(f"{path} does not fit this model's adapter: {problems}")
         if base is not None:
-            _check_base(folder, base, adapter)
+            _check_base(folder, base, adapter, state)
         with torch.no_grad():
             for name, stored in adapter.names.items():
                 local(state[name]).copy_(read_held(file, stored, state[name]))
@@ -207,7 +207,7 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
             state[name].copy_(value)
 
 
-def _check_base(folder: Path, base: State, adapter: Adapter) -> None:
+def _check_base(folder: Path, base: State, adapter: Adapter, state: Mapping[str, Tensor]) -> None:
     try:
         saved, buffers = dict(base["weights"]), dict(base["buffers"])
     except (KeyError, TypeError, ValueError):
@@ -222,6 +222,12 @@ def _check_base(folder: Path, base: State, adapter: Adapter) -> None:
         ((name for name in differing if here[name][:2] != saved[name][:2]), "have another shape or dtype"),
         ((name for name in differing if here[name][:2] == saved[name][:2]), "have other values"),
         ((name for name in buffers if name not in adapter.buffers), "are saved buffers that the model lacks"),
+        ((name for name in sorted(adapter.buffers) if name not in buffers), "are buffers that were not saved"),
+        (
+            # They would be filled by repeating what was saved, if that is smaller.
+            (name for name in adapter.buffers & buffers.keys() if buffers[name].shape != state[name].shape),
+            "are buffers of another shape",
+        ),
     )
     if problems:
         raise CheckpointError(
