@@ -99,7 +99,7 @@ class Adapter:
         }
 
     def save_config(self, folder: Path) -> None:
-        """Write `adapter_config.json` as peft writes it, for inference, with the whole path of a base that is a folder."""
+        """Write `adapter_config.json` for inference, as peft writes it; a base that is a folder by its whole path."""
         model: Any = self.model
         config = copy.copy(model.peft_config[self.name])
         base = model.get_base_model()
@@ -222,7 +222,10 @@ def _check_base(folder: Path, base: State, adapter: Adapter, state: Mapping[str,
         ((name for name in differing if here[name][:2] != saved[name][:2]), "have another shape or dtype"),
         ((name for name in differing if here[name][:2] == saved[name][:2]), "have other values"),
         ((name for name in buffers if name not in adapter.buffers), "are saved buffers that the model lacks"),
-        ((name for name in sorted(adapter.buffers) if name not in buffers), "are buffers that were not saved"),
+        (
+            (name for name in sorted(adapter.buffers) if name not in buffers),
+            "are buffers that were not saved",
+        ),
         (
             # They would be filled by repeating what was saved, if that is smaller.
             (name for name in adapter.buffers & buffers.keys() if buffers[name].shape != state[name].shape),
