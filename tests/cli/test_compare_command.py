@@ -76,6 +76,31 @@ def test_a_trainer_of_transformers_differs_by_rounding_and_keeps_no_files(
     assert sorted(path.name for path in script.parent.iterdir()) == ["train.py"]
 
 
+OWN_TRAINER = """
+import torch
+from windlass import Trainer, TrainingArguments
+
+rows = [{"x": (row := torch.randn(4)), "y": row.sum()} for _ in range(8)]
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def forward(self, x, y):
+        return {"loss": (self.layer(x).squeeze(1) - y).square().mean()}
+args = TrainingArguments("kept", per_device_train_batch_size=2, num_train_epochs=1)
+Trainer(Model(), args, train_dataset=rows).train()
+"""
+
+
+def test_a_script_that_imports_windlass_is_run_twice_and_keeps_no_files(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(OWN_TRAINER)
+    assert main(["compare", "--updates", "3", "--json", "train.py"]) == 0
+    assert json.loads(capsys.readouterr().out)["from_update"] == {}
+    assert sorted(path.name for path in script.parent.iterdir()) == ["train.py"]
+
+
 def test_a_script_that_trains_nothing_and_one_that_fails_are_named(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

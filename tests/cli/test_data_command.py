@@ -59,6 +59,26 @@ def test_a_faulty_row_is_named_by_its_line(chats: str, capsys: pytest.CaptureFix
         assert "chats.jsonl:4: messages[0] has the unknown role 'bot'" in capsys.readouterr().err
 
 
+def test_a_row_that_is_dropped_does_not_end_the_listing(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": prompt, "completion": "yes"} for prompt in ("Is it?", "Is it, after all that?", "Is it?")
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data", "show", str(path), f"tokenizer={tokenizer}", "max_length=10"]
+    assert main(words) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("--- row")] == [
+        "--- row 0: 10 tokens, 4 trained",
+        "--- row 1: dropped, because it has no token to train on, truncated",
+        "--- row 2: 10 tokens, 4 trained",
+    ]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["samples"]
+    assert [(one["trained"], one["dropped"]) for one in found] == [(4, False), (0, True), (4, False)]
+
+
 def test_samples_for_programs(chats: str, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "data",

@@ -257,6 +257,23 @@ def test_dispatched_models_are_not_moved(tmp_path: Path, caplog: pytest.LogCaptu
     assert "is being moved" in caplog.text
 
 
+def test_a_copy_of_a_dispatched_model_is_moved_alone() -> None:
+    model = dispatch_model(seeded(), {"": "cpu"}, force_hooks=True)
+    other = copy.deepcopy(model)
+    other.to(torch.float64)
+    assert model.head.weight.dtype is torch.float32
+    assert other.head.weight.dtype is torch.float64
+
+
+def test_weights_on_disk_are_found_from_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = disk_offload(seeded(), "offload", execution_device="cpu")
+    monkeypatch.chdir("/")
+    assert torch.equal(_outputs(model), _outputs(seeded()))
+
+
 def test_maps_that_cannot_be_honoured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no place for"):
         dispatch_model(seeded(), {"blocks": "cpu"})

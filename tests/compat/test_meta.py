@@ -59,6 +59,11 @@ def test_ties_survive() -> None:
     assert find_tied_parameters(twice) == [["a", "b"]]
 
 
+def test_ties_survive_on_a_device_that_has_two_names() -> None:
+    with init_on_device("cpu:0"):  # where it is, a tensor is on "cpu"
+        assert find_tied_parameters(Model()) == [["embedding.weight", "head.weight"]]
+
+
 def test_parameters_keep_class_attributes_and_flags() -> None:
     class Special(nn.Parameter):
         pass

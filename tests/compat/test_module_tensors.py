@@ -110,7 +110,14 @@ def test_names_of_dtypes() -> None:
         torch_dtype("float17")
 
 
-def test_a_device_without_an_index_is_the_first() -> None:
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+def test_a_device_without_an_index_is_the_current_one() -> None:
+    kind = torch.zeros(1, device=torch.accelerator.current_accelerator()).device.type
+    with torch.accelerator.device_index(1):
+        assert device_of(kind) == torch.zeros(1, device=kind).device
+
+
+def test_a_device_without_an_index_is_one_with_an_index() -> None:
     assert device_of("cuda") == torch.device("cuda:0")
     assert device_of("cuda") != device_of("cuda:1")
     assert device_of("cuda") != device_of("cpu")

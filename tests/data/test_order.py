@@ -9,17 +9,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.data.cases import Numbers, Stream, epoch_over_ranks, train_loader
+from tests.data.cases import Augmented, Numbers, Stream, epoch_over_ranks, train_loader
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
 )
 
+from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.core.errors import ConfigError, DataError
 from windlass.data.order import LengthGroupedOrder, RandomOrder, SamplerOrder, sample_lengths
+from windlass.data.prepare_loader import prepare_loader
+from windlass.dist.gang import Gang
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=80)
 
@@ -181,3 +185,46 @@ def test_a_sampler_with_a_length_may_have_any_number_of_positions(monkeypatch: p
     assert SamplerOrder(range(6), 0).of(0).tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(DataError, match="did not end"):
         SamplerOrder(itertools.count(), 0).of(0)
+
+
+@given(
+    positions=st.lists(st.integers(0, 4), min_size=1, max_size=14),
+    micro=st.integers(1, 3),
+    world=st.integers(1, 3),
+    batched=st.booleans(),
+    data=st.data(),
+)
+def test_a_sample_that_comes_again_is_augmented_anew_and_alike_in_any_world(
+    positions: list[int], micro: int, world: int, batched: bool, data: st.DataObject
+) -> None:
+    def rows(ranks: int, size: int) -> Iterator[list[list[float]]]:
+        """For each batch of all ranks, its samples in the order of the epoch."""
+        loaders = []
+        for rank in range(ranks):
+            if batched:
+                cut = BatchSampler(positions, size, drop_last=False)
+                loader = DataLoader(Augmented(5), batch_sampler=cut)
+                options = DataLoaderConfiguration(data_seed=42)
+                loaders.append(
+                    prepare_loader(
+                        loader, ranks=ranks, rank=rank, device=None, options=options, data_ranks=Gang()
+                    )
+                )
+            else:
+                loaders.append(
+                    train_loader(Augmented(5), size, 1, ranks, rank, sampler=positions, collate=None)
+                )
+        for groups in zip(*(loader.groups(1) for loader in loaders), strict=True):
+            yield [row for g in groups if not g.filler for row in g.batches[0]["x"].tolist()]
+
+    found = [row for rows_of_all in rows(world, micro) for row in rows_of_all]
+    assert [row[0] for row in found] == positions
+    assert len(set(map(tuple, found))) == len(positions)
+    alone = next(train_loader(Augmented(5), 5, order="sequential", collate=None).groups())
+    first = {int(row[0]): row for row in reversed(found)}
+    assert all(row == alone.batches[0]["x"][index].tolist() for index, row in first.items())
+    assert found == [row for rows_of_all in rows(1, 1) for row in rows_of_all]
+    start = data.draw(st.integers(0, len(positions) - 1), label="samples before the resumption")
+    resumed = train_loader(Augmented(5), 2, sampler=positions, collate=None)
+    resumed.load_state_dict({"seed": 42, "epoch": 0, "consumed": start})
+    assert [row for g in resumed.groups() for row in g.batches[0]["x"].tolist()] == found[start:]

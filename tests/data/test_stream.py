@@ -134,6 +134,22 @@ def test_a_generator_serves_one_epoch_and_then_says_so() -> None:
         list(loader.groups())
 
 
+class Sized(Stream):
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "words"),
+    [(0, {}, r"Sized\) is empty\."), (3, {"drop_last": True}, "shorter than one batch")],
+)
+def test_a_stream_whose_length_shows_that_it_is_empty_is_refused_as_such(
+    count: int, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        next(train_loader(Sized(Numbers(count)), 4, **options).groups())
+
+
 @pytest.mark.parametrize(("consumed", "words"), [(0, "is empty"), (4, "not the same stream")])
 def test_a_stream_that_gives_nothing_is_refused(consumed: int, words: str) -> None:
     loader = train_loader(Stream(Numbers(0 if not consumed else 4)), 2)

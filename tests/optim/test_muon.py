@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.optim.helpers import Net, decay_groups
-from torch import nn
+from torch import Tensor, nn
 
 from windlass.optim.optimizers.muon import MuonWithAdamW, orthogonalized
 
@@ -111,8 +113,35 @@ def test_a_schedule_sets_the_rate_of_both() -> None:
 def test_a_group_that_does_not_say_which_is_refused() -> None:
     with pytest.raises(ValueError, match="each group needs use_muon"):
         MuonWithAdamW(nn.Linear(2, 2).parameters())
+    optimizer = MuonWithAdamW([{"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True}])
+    with pytest.raises(ValueError, match="each group needs use_muon"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
     with pytest.raises(ValueError, match="2D"):
         MuonWithAdamW([{"params": [nn.Parameter(torch.ones(2))], "use_muon": True}])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize("copied", [lambda optimizer: optimizer, copy.deepcopy])
+def test_a_group_that_is_added_later_is_updated_as_if_it_had_been_there(
+    first: bool, later: bool, copied: Callable[[Any], Any]
+) -> None:
+    def updated(at_once: bool) -> list[Tensor]:
+        weights = [nn.Parameter(torch.eye(2) + k) for k in range(2)]
+        groups = [{"params": [w], "use_muon": use} for w, use in zip(weights, (first, later), strict=True)]
+        optimizer = MuonWithAdamW(groups if at_once else groups[:1], lr=0.1, momentum=0.5, betas=(0.5, 0.6))
+        if not at_once:
+            optimizer.add_param_group(groups[1])
+        optimizer = copied(optimizer)
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        for step in range(2):
+            for weight in weights:
+                weight.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0 + step]])
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    for one, other in zip(updated(at_once=False), updated(at_once=True), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_group_without_parameters_is_passed_over() -> None:

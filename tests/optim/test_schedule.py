@@ -218,6 +218,19 @@ def test_metric_driven_equal_transformers(
         assert [g["lr"] for g in ours_on.param_groups] == [g["lr"] for g in theirs_on.param_groups]
 
 
+@pytest.mark.parametrize("metric", [float("nan"), float("inf")])
+def test_a_metric_that_is_not_finite_counts_as_long_as_it_is_in_the_window(metric: float) -> None:
+    options = {"patience": 0, "smooth": True, "window_size": 2, "factor": 0.5, "min_lr": 1e-9, "max_lr": 9.0}
+    optimizer = parameters()
+    schedule = build_schedule("greedy", optimizer, total_steps=9, options=options)
+    rates = []
+    for value in (3.0, metric, 2.0, 1.0, 0.5):
+        schedule.observe(value)
+        rates.append(optimizer.param_groups[0]["lr"])
+    first = rates[0]
+    assert rates == [first, first / 2, first / 4, first / 2, first]
+
+
 @pytest.mark.parametrize(("verbose", "level"), [(True, "WARNING"), (False, "INFO")])
 def test_greedy_tells_of_its_changes(verbose: bool, level: str) -> None:
     options = {"patience": 0, "verbose": verbose, "factor": 0.5, "max_lr": 0.2}

@@ -31,11 +31,12 @@ def test_five_updates_equal_the_librarys(name: str, size: int) -> None:
     assert ours.state[model.bias]["exp_avg"].dtype == torch.float32
 
 
-def test_class_and_arguments_are_those_of_transformers(tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_class_and_arguments_are_those_of_transformers(name: str, tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
-    args = transformers.TrainingArguments(output_dir=str(tmp_path), optim="adamw_torch_8bit", use_cpu=True)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True)
     cls, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(args)
-    ours, our_kwargs = optimizer_factory(OptimizerPlan(name="adamw_torch_8bit"))
+    ours, our_kwargs = optimizer_factory(OptimizerPlan(name=name))
     assert issubclass(ours, cls)
     assert ours.__name__ == cls.__name__
     assert {**our_kwargs, "bf16_stochastic_round": False} == kwargs

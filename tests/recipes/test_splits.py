@@ -66,7 +66,7 @@ def test_labels_of_one_value_have_one_order_in_all_processes() -> None:
         "from windlass.recipes.splits import label_names\n"
         "print(label_names([('row', {'label': word}) for word in ('1', '01', '001', '0001', '2')], 'label'))"
     )
-    for seed in ("1", "2", "3", "4"):  # of the hashes by which a set is ordered
+    for seed in ("1", "2"):  # of the hashes by which a set is ordered
         environ = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(
             [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True

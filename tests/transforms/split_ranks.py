@@ -19,7 +19,8 @@ from windlass.dist.gang import Gang, join, leave
 from windlass.dist.sharded import whole
 from windlass.transforms.fsdp import FullyShardedModel
 from windlass.transforms.lean_loss import lean_causal_lm_loss, lean_log_probabilities
-from windlass.transforms.linear_cross_entropy import LossOptions
+from windlass.transforms.linear_cross_entropy import LossOptions, linear_cross_entropy
+from windlass.transforms.linear_log_probabilities import linear_log_probabilities
 from windlass.transforms.strategy import Strategy
 from windlass.transforms.tensor_parallel import TensorParallel
 from windlass.transforms.tensor_split import TensorSplit
@@ -114,6 +115,20 @@ def _check(name: str, strategy: Strategy, model: Any, plain: Any, patch: pytest.
     assert (model(batch["input_ids"]).logits - expected.logits).abs().max() <= limit, "divided again"
 
 
+def _check_ties(ranks: Gang) -> None:
+    """Of equal logits the first one is the prediction, on whichever rank it is."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, 2, generator=generator, dtype=torch.float64).round() for n in (200, 23))
+    targets = torch.randint(0, 23, (200,), generator=generator)
+    split = TensorSplit(23, ranks.size, ranks.rank, ranks.device_group)
+    mine = weight[split.mine.start : split.mine.stop]
+    expected = (hidden @ weight.T).argmax(1) == targets
+    assert linear_cross_entropy(hidden, mine, None, targets, split=split).correct == expected.sum() > 0
+    assert torch.equal(
+        linear_log_probabilities(hidden, mine, None, targets, split=split).correct, expected.double()
+    )
+
+
 def _figures(found: Any) -> tuple[Tensor, ...]:
     return found.loss, found.targets, found.entropy, found.correct
 
@@ -136,6 +151,7 @@ def main() -> None:
         strategy = _strategy(model, all_ranks.over("loss"))
         assert len(model.get_output_embeddings().split.mine) == 12 - all_ranks.over("tensor").rank
         _check(name, strategy, model, plain, patch)
+    _check_ties(all_ranks.over("tensor"))
     dist.barrier()
     leave()
 

@@ -138,6 +138,34 @@ def test_gradients_are_those_of_documents_alone(name: str) -> None:
     assert model.training
 
 
+@pytest.mark.parametrize(
+    ("options", "masked", "refused"),
+    [
+        ({"floor_scale": 25}, False, False),
+        ({"floor_scale": 24}, False, True),
+        ({"attention_chunk_size": 4}, False, False),
+        ({"attention_chunk_size": 4}, True, True),
+        ({"attention_chunk_size": 25}, True, False),
+    ],
+)
+def test_a_layer_that_counts_the_tokens_of_other_documents_is_refused(
+    options: dict[str, int], masked: bool, refused: bool
+) -> None:
+    """The scales and the chunks of Llama 4."""
+    known = {"head_dim": 4, "num_local_experts": 2, "no_rope_layers": [1, 0], "attention_chunk_size": 64}
+    config = transformers.Llama4TextConfig(**_SIZES | known | options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    documents = _documents()
+    batch = _packed(documents) | ({"attention_mask": torch.ones(1, 24, dtype=torch.int64)} if masked else {})
+    with documents_apart(model):
+        if refused:
+            with pytest.raises(ModelError, match="counts those of other documents"):
+                _loss_sum(model, batch)
+        else:
+            packed = _loss_sum(model, batch)
+            torch.testing.assert_close(packed, _alone(model, documents)())
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "sinks", "experts"])
 def test_gradients_in_single_precision(name: str) -> None:
     model, documents = _model(name, torch.float32), _documents()

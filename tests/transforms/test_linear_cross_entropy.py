@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError
 from windlass.transforms import linear_cross_entropy as module
-from windlass.transforms.linear_cross_entropy import LossOptions, linear_cross_entropy
+from windlass.transforms.linear_cross_entropy import LinearLoss, LossOptions, linear_cross_entropy
 
 _CLASSES, _SIZE = 11, 5
 
@@ -28,72 +32,68 @@ def _tensors(dtype: torch.dtype = torch.float64, targets: int = 9) -> tuple[Tens
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), classes
 
 
-def _plain(
+def _by_definition(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions
-) -> Tensor:
-    """The sum of losses by its definition."""
+) -> LinearLoss:
+    """From whole logits."""
     logits = linear(hidden, weight, bias) * options.scale
     if options.softcap is not None:
         logits = torch.tanh(logits / options.softcap) * options.softcap
-    losses = cross_entropy(
-        logits,
-        targets,
-        weight=options.class_weights,
-        label_smoothing=options.label_smoothing,
-        reduction="none",
-    )
+    logs, real = logits.log_softmax(1), targets != -100
+    classes = torch.where(real, targets, 0)
+    weights = logits.new_ones(len(weight)) if options.class_weights is None else options.class_weights
+    chosen = logs.gather(1, classes[:, None])[:, 0]
     if options.dynamic:
-        losses = losses * torch.exp(-losses.detach())
-    return (losses + options.z_loss * torch.logsumexp(logits, dim=1).square() * (targets != -100)).sum()
+        chosen = chosen * chosen.detach().exp()
+    losses = (
+        (options.label_smoothing - 1) * weights[classes] * chosen
+        - options.label_smoothing * (weights * logs).mean(1)
+        + options.z_loss * logits.logsumexp(1).square()
+    )
+    figures = losses, -(logs.exp() * logs).sum(1), (logits.argmax(1) == targets).to(logs), weights[classes]
+    return LinearLoss(*(torch.where(real, values, 0).sum() for values in figures))
 
 
 def _gradients(loss: Tensor, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
     return list(torch.autograd.grad(3.0 * loss, [t for t in tensors if t is not None]))
 
 
-_WEIGHTS = torch.linspace(0.5, 2.0, _CLASSES, dtype=torch.float64)
+@given(st.integers(0, 2**32))
+def test_drawn_losses_figures_and_gradients(seed: int) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    count, classes, size = rng.choice((0, 1, 2, 7, 30)), rng.choice((1, 2, 3, 11, 40)), rng.choice((1, 2, 5))
 
+    def drawn(*shape: int) -> Tensor:
+        values = torch.randn(*reversed(shape), generator=generator, dtype=torch.float64)
+        # Whole numbers make equal logits, of which the first is the prediction.
+        values = values.round() if rng.random() < 0.4 else values * rng.choice((0.1, 1, 5))
+        return values.T.contiguous() if rng.random() < 0.6 else values.T
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"label_smoothing": 0.1},
-        {"z_loss": 0.05},
-        {"softcap": 1.5, "scale": 0.5},
-        {"class_weights": _WEIGHTS},
-        {"class_weights": _WEIGHTS, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 2.0, "scale": 3.0},
-        {"dynamic": True},
-    ],
-    ids=lambda options: ", ".join(options) or "plain",
-)
-@pytest.mark.parametrize("at_once", [None, 3])
-def test_loss_and_gradients(
-    options: dict[str, Any], at_once: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if at_once:
-        monkeypatch.setattr(module, "_AT_ONCE", at_once * _CLASSES)
-        monkeypatch.setattr(module, "_FEWEST", 1)
-    *tensors, targets = _tensors()
-    chosen = LossOptions(**options)
-    ours = linear_cross_entropy(*tensors, targets, chosen).loss
-    expected = _plain(*tensors, targets, chosen)
-    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0)
-    for one, other in zip(_gradients(ours, tensors), _gradients(expected, tensors), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
-
-
-def test_figures() -> None:
-    hidden, weight, bias, targets = _tensors()
-    result = linear_cross_entropy(hidden, weight, bias, targets)
-    real = targets != -100
-    logs = linear(hidden, weight, bias)[real].log_softmax(dim=1)
-    torch.testing.assert_close(result.entropy, -(logs.exp() * logs).sum())
-    assert result.correct == (logs.argmax(dim=1) == targets[real]).sum()
-    assert result.weight == real.sum()
-    assert not result.entropy.requires_grad
-    weighted = linear_cross_entropy(hidden, weight, bias, targets, LossOptions(class_weights=_WEIGHTS))
-    torch.testing.assert_close(weighted.weight, _WEIGHTS[targets[real]].sum())
+    targets = torch.randint(0, classes, (count,), generator=generator)
+    targets[torch.rand(count, generator=generator) < rng.choice((0, 0.3, 1))] = -100
+    options = LossOptions(
+        scale=rng.choice((1.0, 0.5, 3.0)),
+        softcap=rng.choice((None, 0.7, 20.0)),
+        label_smoothing=rng.choice((0.0, 0.1, 1.0)),
+        z_loss=rng.choice((0.0, 0.1)),
+        class_weights=rng.choice((None, torch.rand(classes, generator=generator, dtype=torch.float64))),
+        dynamic=rng.random() < 0.3,
+    )
+    tensors = (drawn(count, size), drawn(classes, size), drawn(1, classes)[0] if rng.random() < 0.6 else None)
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.requires_grad_(rng.random() < 0.8)
+    trained = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    with attributes_of(module, _AT_ONCE=rng.choice((1, 3 * classes, 2**22)), _FEWEST=rng.choice((1, 2, 128))):
+        found = linear_cross_entropy(*tensors, targets, options)
+    expected = _by_definition(*tensors, targets, options)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert not any(figure.requires_grad for figure in found[1:])
+    if trained:
+        wanted = torch.autograd.grad(2.5 * expected.loss, trained, allow_unused=True, materialize_grads=True)
+        for one, other in zip(torch.autograd.grad(2.5 * found.loss, trained), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kept", list(itertools.product([False, True], repeat=3)), ids=str)

@@ -1,4 +1,4 @@
-"""Models that are divided already when they are placed."""
+"""Models that are divided already when they are placed, and drawn models that are replicated or sharded."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ from windlass.transforms.strategies import spread
 def test_a_model_that_was_divided_before_is_refused_with_the_way_out(tmp_path: Path) -> None:
     said = launch(2, Path(__file__), tmp_path)
     assert said.count("refused with the way out") == 2
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("ranks", "first", "last"),
+    [(2, 0, 20), *(pytest.param(n, 20, 150, marks=pytest.mark.slow) for n in (2, 3))],
+)
+def test_drawn_models_train_as_in_one_process(kind: str, ranks: int, first: int, last: int) -> None:
+    launch(ranks, Path(__file__).with_name("drawn_spread_ranks.py"), kind, first, last)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

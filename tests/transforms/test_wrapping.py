@@ -39,13 +39,20 @@ def test_layers_of_the_given_classes_and_those_that_a_model_names() -> None:
     assert names(Nested(), ShardPlan(wrap="transformer")) == ["pairs.0", "pairs.1"]
     assert names(Nested(), tiny) == ["pairs.0.first", "pairs.0.second", "pairs.1.first", "pairs.1.second"]
     both = ShardPlan(wrap="transformer", layers=("Pair", "LayerNorm"))
-    assert names(Nested(), both)[:3] == ["pairs.0", "pairs.0.first.norm", "pairs.0.second.norm"], (
+    assert names(Nested(), both)[:3] == ["pairs.0", "pairs.1", "pairs.0.first.norm"], (
         "outer ones before the inner ones, which are sharded in reverse"
     )
     assert names(Tiny(), ShardPlan(wrap="transformer")) == names(Tiny(), tiny), (
         "what repeats, if no list is given"
     )
     assert names(nn.Linear(2, 2), ShardPlan(wrap="transformer")) == names(Tiny(), ShardPlan()) == []
+
+
+def test_a_module_inside_several_units_comes_after_them_all() -> None:
+    shared = Pair()
+    shared.second.up = shared.first.up
+    found = names(shared, ShardPlan(wrap="transformer", layers=("Block", "Linear")))
+    assert found[:2] == ["first", "second"]
 
 
 def test_layers_whose_parameters_are_ignored_are_no_units() -> None:

@@ -15,6 +15,7 @@ from windlass.config.sections.setting import rules_in
 from windlass.config.values import alternatives, coerce, value_fault
 from windlass.core.errors import ConfigError, DataError, Problem, nearest, refuse
 from windlass.core.output import STDOUT, say, say_json
+from windlass.core.types import IGNORED
 from windlass.finetuning.prepared_text import prepare_kept
 from windlass.recipes.built_in_recipes import is_recipe
 from windlass.recipes.marked_text import BRACKETS, marked, terminal_marks
@@ -24,8 +25,8 @@ from windlass.recipes.schema import DataSpec, Recipe
 from windlass.recipes.tasks import TASKS
 from windlass.recipes.tokenizing import load_tokenizer
 from windlass.recipes.tuning_data import DataSource, SourceSplit, tuning_rows
+from windlass.text.encoder import RowEncoder
 from windlass.text.forms import Form, LocatedRows, RowError, recognise_form, standardised
-from windlass.text.prepare_text import prepare_text
 from windlass.text.summary import TextSummary
 from windlass.text.text_options import TextOptions
 from windlass.text.token_store import default_cache
@@ -176,7 +177,7 @@ def _print_rows(source: DataSource, options: argparse.Namespace) -> None:
     if source.tokenizer is None:
         found = _standard(chosen, form, settings.dataset_text_field)
     else:
-        found = _prepared(chosen, source.tokenizer, settings, options.start)
+        found = _prepared(chosen, form, source.tokenizer, settings, options.start)
     if options.json:
         say_json({"form": form.value, "count": len(rows), "samples": list(found)})
         return
@@ -226,27 +227,33 @@ def _described(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prepared(
-    rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int
+    rows: LocatedRows, form: Form, tokenizer: Any, options: TextOptions, first: int
 ) -> Iterator[dict[str, Any]]:
     """Rows as a trainer prepares them: `pieces` are pairs of a text and whether it is trained on."""
-    for number, (row, place) in enumerate(zip(rows, rows.places, strict=True), first):
-        # Each by itself, as rows of the dataset: packed together they could not be told apart.
-        found = prepare_text(LocatedRows([row], [place]), tokenizer, options.of_tokens())
-        (ids, labels), summary = found.dataset[0].values(), found.summary
-        assert summary is not None
-        yield {
-            "row": number,
-            "tokens": len(ids),
-            "trained": summary.trained_tokens,
-            "truncated": bool(summary.truncated),
-            "pieces": trained_pieces(ids, labels, tokenizer),
-        }
+    try:
+        encoder = RowEncoder(tokenizer, options.of_tokens(), form, rows[0])
+        for at, row in enumerate(rows):
+            found = encoder([row], at)
+            ids, labels = ([], []) if found.dropped else (found.input_ids[0], found.labels[0])
+            yield {
+                "row": first + at,
+                "tokens": len(ids),
+                "trained": len(labels) - labels.count(IGNORED),
+                "truncated": bool(found.truncated),
+                "dropped": bool(found.dropped),
+                "pieces": trained_pieces(ids, labels, tokenizer),
+            }
+    except RowError as error:
+        raise error.located(rows) from None
 
 
 def _print_tokens(rows: Iterable[Mapping[str, Any]]) -> None:
     marks = terminal_marks()
     for one in rows:
         cut = ", truncated" if one["truncated"] else ""
+        if one["dropped"]:
+            say(f"--- row {one['row']}: dropped, because it has no token to train on{cut}")
+            continue
         say(f"--- row {one['row']}: {one['tokens']} tokens, {one['trained']} trained{cut}")
         # Not `say`, which would make the colours visible as text.
         STDOUT.write(marked(one["pieces"], marks) + "\n")

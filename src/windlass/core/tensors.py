@@ -45,6 +45,14 @@ def distinct(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return tensor
 
 
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast converts a factor of a product; None if it leaves it, as in double precision."""
+    kind = tensor.device.type
+    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Return True for a tensor that has no memory, of PyTorch's `FakeTensorMode`: what a forecast computes with."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")

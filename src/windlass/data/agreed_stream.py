@@ -61,12 +61,11 @@ class AgreedStream:
     def total_batch_size(self) -> int | None:
         return self._reader.total_batch_size
 
-    def accepts(self, unit: str) -> bool:
-        """The unit of a saved position shows if the stream split itself before it."""
+    def continue_from(self, unit: str) -> None:
+        """Read this rank's own part if `unit`, that of a saved position, shows that the stream split itself before."""
         # The two differ only in a user's loop (`lockstep`); a Trainer passes the number of parts to `_opened`.
         if not self.agreed and unit == self._own.unit != self._shared.unit:
             self.take_own_parts()
-        return self._reader.accepts(unit)
 
     def take_own_parts(self) -> None:
         """Read this rank's own part; the stream is known to split itself."""

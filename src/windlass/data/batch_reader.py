@@ -30,6 +30,8 @@ class DealtBatch:
     filler: bool = False
     # In the first batch of a pass over a stream, checksums of its first samples over all ranks
     marks: list[int] = field(default_factory=list)
+    # How many times each of `ids` came before in this pass; empty if none did
+    repeats: list[int] = field(default_factory=list)
 
     def pin_memory(self) -> DealtBatch:
         """Page-lock the batch; called by the `DataLoader` of a pool of workers."""
@@ -63,10 +65,7 @@ class BatchReader(Protocol):
 
     @property
     def unit(self) -> str:
-        """What positions count ("samples", "batches")."""
-
-    def accepts(self, unit: str) -> bool:
-        """Return True if a position that counts `unit` can be entered here."""
+        """What positions count ("samples", "batches"): a saved one can be entered only where they count the same."""
 
     @property
     def total_batch_size(self) -> int | None:

@@ -39,7 +39,7 @@ from windlass.data.order import (
 )
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
-from windlass.data.seeding import set_epochs
+from windlass.data.seeding import DatasetEpoch, set_epochs
 from windlass.data.source import Source
 from windlass.data.stream import RowCutter, SharedStream
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
@@ -64,17 +64,18 @@ class PassthroughReader:
         if start:
             name = type(loader).__name__
             logger.warning(f"reading {start} batches of {name} again, to continue after them")
-        set_epochs(wanted.epoch, loader, *ordering_parts(loader), getattr(loader, "dataset", None))
+        set_epochs(wanted.epoch, loader, *ordering_parts(loader))
+        dataset_epoch = DatasetEpoch.of(getattr(loader, "dataset", None))
+        dataset_epoch.set(wanted.epoch)
         batches, done = read_batches(loader, self._reader), 0
         batch = next(batches, _END)
         while batch is not _END:
+            if dataset_epoch.value != wanted.epoch:
+                dataset_epoch.set(wanted.epoch)
             following, done = next(batches, _END), done + 1
             if done > start:
                 yield DealtBatch(batch, (batch_size_of(batch) or 1,), done, following is _END)
             batch = following
-
-    def accepts(self, unit: str) -> bool:
-        return unit == self.unit
 
     def count(self, epoch: int, start: int = 0) -> int | None:
         whole = known_length(self._loader)

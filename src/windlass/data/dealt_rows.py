@@ -7,28 +7,43 @@ token-budget batches so that every micro-batch of an update costs about the same
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from windlass.core.errors import DataError
 from windlass.data.batch_reader import DealtBatch
-from windlass.data.order import Order, RebalancedOrder, ordering_parts, own_generators, run_sampler
+from windlass.data.order import (
+    Order,
+    RebalancedOrder,
+    ordering_parts,
+    own_generators,
+    repeats_in,
+    run_sampler,
+)
 
 # Rows whose positions are converted from an order's array at once: each conversion costs as much as reading a row.
 _ROWS_AT_ONCE = 64
 _QUADRATIC = 0.001  # cost of attention, relative to the rest of a model
 
 
-def batch_of(parts: list[list[int]], rank: int, end: int, last: bool) -> DealtBatch:
+def batch_of(
+    parts: list[list[int]], rank: int, end: int, last: bool, repeats: list[list[int]] | None = None
+) -> DealtBatch:
     """What `rank` is to read of one batch of every rank: a batch without its data.
 
     Args:
         parts: positions of each rank's samples in the dataset; empty lists for ranks without any.
         end: position of the pass after this batch.
         last: no batch follows.
+        repeats: how many times each of these samples came before in the pass; None if none did.
     """
-    own = parts[rank]
-    ids = own or next(part for part in parts if part)[:1]
-    return DealtBatch(None, tuple(map(len, parts)), end, last, ids, filler=not own)
+    source = rank if parts[rank] else next(other for other, part in enumerate(parts) if part)
+    some = slice(None) if source == rank else slice(1)
+    again = [] if repeats is None else repeats[source][some]
+    shares = tuple(map(len, parts))
+    return DealtBatch(None, shares, end, last, parts[source][some], repeats=again, filler=source != rank)
 
 
 class SampleRows:
@@ -45,14 +60,20 @@ class SampleRows:
     def batches(self, epoch: int, start: int, rank: int) -> Iterator[DealtBatch]:
         order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
         shares, (low, high) = shares_of(size, self._ranks), share(size, self._ranks, rank)
+        repeats = self._order.repeats(epoch)
         for first in range(start, length, size * _ROWS_AT_ONCE):
-            ids = order[first : min(first + size * _ROWS_AT_ONCE, length)].tolist()
+            stretch = slice(first, min(first + size * _ROWS_AT_ONCE, length))
+            ids = order[stretch].tolist()
+            again = [] if repeats is None else repeats[stretch].tolist()
             for begin in range(0, len(ids), size):
                 row, end = ids[begin : begin + size], min(first + begin + size, length)
                 if len(row) < size:  # the last one
                     shares, (low, high) = shares_of(len(row), self._ranks), share(len(row), self._ranks, rank)
-                own = row[low:high]
-                yield DealtBatch(None, shares, end, end == length, own or row[:1], filler=not own)
+                own = slice(low, high) if high > low else slice(1)
+                before = again[begin : begin + size][own]
+                yield DealtBatch(
+                    None, shares, end, end == length, row[own], repeats=before, filler=high == low
+                )
 
     def count(self, epoch: int, start: int = 0) -> int:
         return max(-(-(self.length(epoch) - start) // self.total_batch_size), 0)
@@ -110,9 +131,11 @@ class BatchRows:
 
     def batches(self, epoch: int, start: int, rank: int) -> Iterator[DealtBatch]:
         batches, step = self.of(epoch), self._per_row
+        repeats = _repeats_of(batches)
         for begin in range(start, len(batches), step):
             end = min(begin + step, len(batches))
-            yield batch_of(self._parts(batches[begin:end]), rank, end, end == len(batches))
+            again = None if repeats is None else self._parts(repeats[begin:end])
+            yield batch_of(self._parts(batches[begin:end]), rank, end, end == len(batches), again)
 
     def count(self, epoch: int, start: int = 0) -> int:
         return max(-(-(len(self.of(epoch)) - start) // self._per_row), 0)
@@ -141,6 +164,15 @@ class BatchRows:
         if self._drop_last:
             del batches[len(batches) - len(batches) % self._per_row :]
         return batches
+
+
+def _repeats_of(batches: list[list[int]]) -> list[list[int]] | None:
+    """How many times each sample came before in the batches of a pass, in their form; None if each comes once."""
+    found = repeats_in(np.array([position for batch in batches for position in batch], dtype=np.int64))
+    if found is None:
+        return None
+    flat = iter(found.tolist())
+    return [list(islice(flat, len(batch))) for batch in batches]
 
 
 Rows = SampleRows | BatchRows

@@ -72,9 +72,6 @@ class Dispatched:
         check_dispatched(begun.marks, list, self._data_ranks, stream.dataset)
         return self._send(begun.rows())
 
-    def accepts(self, unit: str) -> bool:
-        return unit == self.unit
-
     def count(self, epoch: int, start: int = 0) -> int | None:
         count = self._reader.count(epoch, start)
         if count is None:

@@ -14,7 +14,7 @@ from windlass.core.trees import tensors_in
 from windlass.core.types import State
 from windlass.data.bookmark import checksum, plain_copy
 from windlass.data.order import known_length, ordering_parts, own_generators
-from windlass.data.seeding import Sandbox, rewind, set_epochs
+from windlass.data.seeding import DatasetEpoch, Sandbox, rewind, set_epochs
 from windlass.data.skip import skips_unread, with_batch_sampler
 from windlass.data.update_batch import UpdateBatch
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
@@ -72,6 +72,7 @@ class ForeignLoader:
         self._reader = Reader(f"training (by a {type(loader).__name__} of the script)", start_timeout)
         self._parts = ordering_parts(loader)
         self._generators = own_generators(loader, *self._parts)
+        self._dataset_epoch = DatasetEpoch.of(self.dataset)
 
     @property
     def dataset(self) -> Any:
@@ -252,6 +253,8 @@ class ForeignLoader:
             self._sandbox.seed(derive_seed(STREAM_ORDER, self.seed, epoch))
             batches = read_batches(loader, self._reader)
         while True:
+            if self._dataset_epoch.value != epoch:
+                self._dataset_epoch.set(epoch)
             with self._sandbox:
                 self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, number))
                 batch = next(batches, _END)
@@ -263,7 +266,8 @@ class ForeignLoader:
     def _begin(self, epoch: int) -> None:
         for generator, first in self._generators:
             rewind(generator, first, epoch)
-        set_epochs(epoch, self.loader, *self._parts, self.dataset)
+        set_epochs(epoch, self.loader, *self._parts)
+        self._dataset_epoch.set(epoch)
 
     def _nothing(self) -> str:
         name = type(self.loader).__name__

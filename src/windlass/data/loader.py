@@ -98,8 +98,9 @@ class Loader(DealtLoader):
         in a resumed pass as in one that was never interrupted.
         """
         place, length = self._place, self._length(self.epoch)
-        # A position that was counted in updates, or of a longer dataset, may be at the end of its pass or behind it.
-        if length is not None and place.consumed >= length:
+        # A position that was counted in updates, or of a longer dataset, may be at the end of its pass or behind it. An
+        # empty stream stays in its epoch, so that the error is that of an empty stream.
+        if length and place.consumed >= length:
             place.epoch, place.consumed = place.epoch + 1, 0
         return super().groups(accumulation or self.batch.accumulation)
 

@@ -52,9 +52,6 @@ class LockstepReader:
         """Batches of every process; on another number of processes they hold other samples."""
         return f"batches of {self._data_ranks.size} processes{', each of its own part' if self._own_parts else ''}"
 
-    def accepts(self, unit: str) -> bool:
-        return unit == self.unit
-
     @property
     def total_batch_size(self) -> int | None:
         """Unknown: batches may differ in size."""

@@ -26,9 +26,6 @@ class MapReader:
         isolated = wanted.update if wanted.start else 0
         return self._source.batches(wanted.epoch, tasks, wanted.private, isolated)
 
-    def accepts(self, unit: str) -> bool:
-        return unit == self.unit
-
     def count(self, epoch: int, start: int = 0) -> int:
         return self._rows.count(epoch, start)
 

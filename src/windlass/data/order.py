@@ -110,6 +110,12 @@ class Order(Sampler[int]):
             self._cached = (key, self._order(epoch))
         return self._cached[1]
 
+    def repeats(self, epoch: int) -> np.ndarray[Any, Any] | None:
+        """How many times the sample at each place of `of(epoch)` came before in it, int64 of its shape; None if each
+        comes once.
+        """
+        return None
+
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         raise NotImplementedError
 
@@ -197,6 +203,9 @@ class SamplerOrder(Order):
     def __len__(self) -> int:
         return len(self.of(self.epoch))
 
+    def repeats(self, epoch: int) -> np.ndarray[Any, Any] | None:
+        return repeats_in(self.of(epoch))
+
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         positions = run_sampler(self.sampler, self.seed, epoch, self._generators)
         if any(isinstance(p, (list, tuple)) for p in positions[:1]):
@@ -212,6 +221,20 @@ class SamplerOrder(Order):
                 f"the sampler {type(self.sampler).__name__} yields {wrong!r} ({type(wrong).__name__}); it must yield "
                 "positions (whole numbers)."
             ) from None
+
+
+def repeats_in(positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """How many times each of `positions` came before in them, int64 of their shape; None if each comes once."""
+    # A stable sort keeps equal positions in their order: within a run of them, places are numbered from 0.
+    order = np.argsort(positions, kind="stable")
+    ranked = positions[order]
+    begins = np.append(True, ranked[1:] != ranked[:-1])[: len(ranked)]
+    if begins.all():
+        return None
+    places = np.arange(len(ranked))
+    found = np.empty_like(places)
+    found[order] = places - np.maximum.accumulate(np.where(begins, places, 0))
+    return found
 
 
 def _is_position(value: Any) -> bool:

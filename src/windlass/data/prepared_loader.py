@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from windlass.core.logs import get_logger
 from windlass.core.trees import send_to_device
 from windlass.core.types import State
+from windlass.data.agreed_stream import AgreedStream
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.order import known_length, ordering_parts
@@ -247,8 +248,12 @@ class PreparedLoader(DealtLoader):
         """The position of `state` in the reader's unit; the start of the pass if it cannot be continued there."""
         if "batches" in state:  # of a Trainer that read the loader unprepared
             return self._reader.position(int(state["epoch"]), int(state["batches"]))
-        enterable = self._restores_position and self._reader.accepts(state.get("unit", "samples"))
-        return int(state["consumed"]) if enterable else 0
+        if not self._restores_position:
+            return 0
+        unit = state.get("unit", "samples")
+        if isinstance(self._reader, AgreedStream):
+            self._reader.continue_from(unit)
+        return int(state["consumed"]) if unit == self._reader.unit else 0
 
 
 def _options(loader: DataLoader[Any], reader: BatchReader, ranks: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -65,13 +66,42 @@ def set_epochs(epoch: int, *parts: object) -> None:
             method(epoch)
 
 
+class DatasetEpoch:
+    """The epoch of a dataset that several loaders of this process may read in turn.
+
+    A training set is often evaluated too, in epoch 0. Each loader sets its epoch again after another one has set a
+    different one: otherwise the rest of a pass would be read in the epoch of the evaluation, and a run that is resumed
+    there would read other samples than one that was not interrupted.
+
+    Attributes:
+        value: the epoch that was set last; None: none was.
+    """
+
+    _by_id: ClassVar[WeakValueDictionary[int, DatasetEpoch]] = WeakValueDictionary()
+
+    def __init__(self, dataset: object) -> None:
+        self._dataset = dataset
+        self.value: int | None = None
+
+    @classmethod
+    def of(cls, dataset: object) -> DatasetEpoch:
+        """The object that all loaders of `dataset` share."""
+        # By `id`, because datasets need not be hashable. The object holds the dataset, so no other one gets its id.
+        return cls._by_id.setdefault(id(dataset), cls(dataset))
+
+    def set(self, epoch: int) -> None:
+        """Call `set_epoch` of the dataset, if it has one."""
+        self.value = epoch
+        set_epochs(epoch, self._dataset)
+
+
 def first_seed(generator: object) -> int | None:
     """The initial seed of a user's `torch.Generator`; None for anything else."""
     return generator.initial_seed() if isinstance(generator, torch.Generator) else None
 
 
-def collator_reseeder(collate: object) -> Callable[[int, int], None] | None:
-    """How to seed a collator's own generator by (its seed, epoch, first sample); None if it has no seed.
+def collator_reseeder(collate: object) -> Callable[..., None] | None:
+    """How to seed a collator's own generator by (its seed, epoch, first sample, ...); None if it has no seed.
 
     Detected by `seed`, `generator` and `get_generator(seed)`, as in masked-language-model collators. Without it, such a
     generator would continue from batch to batch, and a resumed run would mask other tokens.
@@ -82,7 +112,7 @@ def collator_reseeder(collate: object) -> Callable[[int, int], None] | None:
     if make is None or seed is None:
         return None
 
-    def reseed(epoch: int, first: int) -> None:
-        collate.generator = make(derive_seed(STREAM_COLLATE, seed, epoch, first))  # type: ignore[attr-defined]
+    def reseed(*position: int) -> None:
+        collate.generator = make(derive_seed(STREAM_COLLATE, seed, *position))  # type: ignore[attr-defined]
 
     return reseed

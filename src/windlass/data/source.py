@@ -16,6 +16,8 @@ from windlass.data.fetch import Fetching, read_here
 from windlass.data.workers import Reader, TaskBoard, read_batches
 
 _SHOWN = 8  # samples that a message lists
+# Number, epoch, and the samples of a `DealtBatch`: its `ids` and `repeats`.
+_Task = tuple[int, int, list[int], list[int]]
 
 
 class Source:
@@ -82,10 +84,10 @@ class WorkerPool:
         under_way = self._under_way
         under_way.clear()
 
-        def queued() -> Iterator[tuple[int, int, list[int]]]:
+        def queued() -> Iterator[_Task]:
             for number, task in enumerate(tasks):
                 under_way[number] = epoch, task
-                yield number, epoch, task.ids
+                yield number, epoch, task.ids, task.repeats
 
         def received() -> Iterator[tuple[int, DealtBatch]]:
             for number, batch in read_batches(self._loader, self._reader):
@@ -146,9 +148,9 @@ def _unchanged(item: Any) -> Any:
 class _Queue:
     """The tasks of the next pass, as the sampler of a `DataLoader`, which must be constructed before they exist."""
 
-    tasks: Iterable[tuple[int, int, list[int]]] = ()
+    tasks: Iterable[_Task] = ()
 
-    def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
+    def __iter__(self) -> Iterator[_Task]:
         return iter(self.tasks)
 
 
@@ -158,7 +160,7 @@ class _Tasks(Dataset[Any]):
     def __init__(self, fetch: Fetching, board: TaskBoard) -> None:
         self._fetch, self._board = fetch, board
 
-    def __getitem__(self, task: tuple[int, int, list[int]]) -> tuple[int, Any]:
-        number, epoch, ids = task
+    def __getitem__(self, task: _Task) -> tuple[int, Any]:
+        number, epoch, ids, repeats = task
         self._board.take(number)
-        return number, self._fetch(epoch, ids, False)
+        return number, self._fetch(epoch, ids, False, repeats)

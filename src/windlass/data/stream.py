@@ -131,9 +131,6 @@ class SharedStream:
         short = " or shorter than one batch (dataloader_drop_last=True)" if self._plan.drop_last else ""
         return f"the stream ({name}) is empty{short}."
 
-    def accepts(self, unit: str) -> bool:
-        return unit == self.unit
-
     def count(self, epoch: int, start: int = 0) -> int | None:
         samples = known_length(self.dataset)
         if samples is None:

@@ -11,7 +11,8 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.sections.setting import STRIDE, above, at_least, described, setting
 from windlass.core.errors import ConfigError, Problem
 
-LORA_B = r"\.lora_B\."  # in names of the matrices of LoRA that begin as zeros
+# In names of the matrices of LoRA that begin as zeros, which LoRA+ trains faster. Not of embeddings: there A does.
+LORA_B = r"\.lora_B\."
 
 
 @described()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.optional import is_imported, require
 from windlass.core.rng import ForwardRandomness
+from windlass.core.trees import map_leaves
 from windlass.dist.gang import Gang
 from windlass.transforms.divided_output import DividedOutput, Gatherable
 from windlass.transforms.divided_sequences import (
@@ -29,6 +31,7 @@ from windlass.transforms.divided_sequences import (
 )
 from windlass.transforms.document_mask import BORDERS
 from windlass.transforms.evaluating import evaluating, rounding, short_row
+from windlass.transforms.linear_exchange import exchange
 from windlass.transforms.ulysses import refuse_heads
 from windlass.transforms.zigzag import Zigzag
 
@@ -36,6 +39,7 @@ _COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", "position_i
 # Arguments of a step of generation, which runs on whole rows.
 _GENERATING = ("past_key_values", "cache_position", "use_cache", "logits_to_keep")
 _HIDDEN = ("output_hidden_states", "output_attentions", "output_router_logits")
+_LAYERS = {"full_attention", "sliding_attention"}  # transformers' names
 _TRAIN_WHOLE = "Train it with cp_size=1 and sp_size=1."
 
 
@@ -77,6 +81,11 @@ class DividedForwards:
             self._model.register_forward_pre_hook(self._divide, with_kwargs=True),
             self._model.register_forward_hook(self._join),
         ]
+        for rotation in filter(_follows_length, self._model.modules()):
+            self._hooks += [
+                rotation.register_forward_pre_hook(self._add_longest, with_kwargs=True),
+                rotation.register_forward_hook(self._drop_longest),
+            ]
         _divided[id(self._model)] = self
         try:
             if expected is not None and self._ranks.exists:
@@ -115,6 +124,22 @@ class DividedForwards:
             self._randomness.begin()
         return (), {**others, **part, "return_dict": True}
 
+    def _add_longest(
+        self, rotation: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Add the largest position of the whole rows to those of this rank: a rotation may choose its frequencies by
+        it, and ranks with other parts would choose others. `_drop_longest` removes what is made of it.
+        """
+        if self.division is None:
+            return None
+        given = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
+        positions = given["position_ids"]
+        longest = self.division.longest.expand(*positions.shape[:-1], 1)
+        return (), {**given, "position_ids": torch.cat([positions, longest], -1)}
+
+    def _drop_longest(self, rotation: nn.Module, inputs: Any, output: Any) -> Any:
+        return output if self.division is None else map_leaves(lambda angles: angles[:, :-1], output)
+
     def _join(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The results of whole rows; see `DividedOutput`."""
         division, self.division = self.division, None
@@ -130,7 +155,7 @@ class DividedForwards:
             figures = tuple(self._whole(value, zigzag) for value in output["figures"])
             return {**output, "made": self._whole(output["made"], zigzag), "figures": figures}
         logits = output.part if isinstance(output, DividedOutput) else output["logits"]
-        local = _Local(logits, zigzag, self._length, self._group)
+        local = _Local(logits, zigzag, self._length, self._ranks)
         if output.get("loss") is None:
             output["logits"] = local.whole()
             return output
@@ -139,12 +164,14 @@ class DividedForwards:
     def _whole(self, value: Tensor, zigzag: Zigzag) -> Tensor:
         """A value for each token, of whole rows; or a sum over tokens."""
         if value.dim() == 2:
-            return _Local(value, zigzag, self._length, self._group).whole()
+            return _Local(value, zigzag, self._length, self._ranks).whole()
         return self._sum(value)
 
     def _sum(self, share: Tensor) -> Tensor:
-        total: Tensor = _SumOfParts.apply(share, self._group)  # type: ignore[no-untyped-call]
-        return total
+        # Gradients are averaged over ranks later, so that each part is multiplied by their number.
+        return exchange(
+            share, partial(_summed, group=self._group), lambda gradient: gradient * self._ranks.size
+        )
 
     def _compare(self, ids: Tensor) -> None:
         """Check in the first forward of training, and of evaluation, that the ranks have the same batch."""
@@ -212,43 +239,33 @@ class _Local:
     logits: Tensor | Gatherable
     zigzag: Zigzag
     length: int
-    group: Any
+    context_ranks: Gang
 
     def whole(self) -> Tensor:
-        """The logits of whole rows, on every rank. Collective, without communication in the backward."""
+        """The logits of whole rows, on every rank, which all compute the same with them. Collective, without
+        communication in the backward.
+        """
         logits = self.logits if isinstance(self.logits, Tensor) else self.logits.whole()
-        gathered: Tensor = _Gather.apply(logits, self.group)  # type: ignore[no-untyped-call]
+        context_ranks, size = self.context_ranks, self.context_ranks.size
+        gathered = exchange(
+            logits,
+            partial(_gathered, context_ranks=context_ranks),
+            lambda gradient: gradient.chunk(size, 1)[context_ranks.rank] * size,
+        )
         return self.zigzag.whole(gathered, 1)[:, : self.length]
 
 
-class _SumOfParts(torch.autograd.Function):
-    """The sum over ranks. Gradients are averaged over ranks later, so that each part is multiplied by their number."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: Any) -> Tensor:
-        ctx.ranks = dist.get_world_size(group)
-        total = share.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.ranks, None
+def _summed(share: Tensor, group: Any) -> Tensor:
+    total = share.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks along the second axis. All compute the same with them; see `_SumOfParts`."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.ranks, ctx.rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = [torch.empty_like(part) for _ in range(ctx.ranks)]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.ranks, 1)[ctx.rank] * ctx.ranks, None
+def _gathered(part: Tensor, context_ranks: Gang) -> Tensor:
+    """The parts of all ranks along the second axis."""
+    parts = [torch.empty_like(part) for _ in range(context_ranks.size)]
+    dist.all_gather(parts, part.contiguous(), group=group_of(context_ranks))
+    return torch.cat(parts, 1)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -279,8 +296,8 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
         raise ConfigError(Problem("model", type(model).__name__, fix))
     if (mixer := _mixer(model, config)) is not None:
         raise ModelError(
-            f"{type(model).__name__} mixes tokens outside of attention ({mixer}), so its sequences cannot be divided "
-            f"among ranks. {_TRAIN_WHOLE}"
+            f"{type(model).__name__} mixes tokens in another way than attention to earlier ones ({mixer}), so its "
+            f"sequences cannot be divided among ranks. {_TRAIN_WHOLE}"
         )
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(config, name, 0.0):
@@ -289,11 +306,15 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
 
 
 def _mixer(model: Any, config: Any) -> str | None:
-    """A layer beside attention that needs the tokens around each one; None if none is known. What this does not know
-    shows in the results, which a rehearsal without values does not have.
+    """A layer that needs the tokens around each one in another way than attention to earlier ones; None if none is
+    known. What this does not know shows in the results, which a rehearsal without values does not have.
     """
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        return "linear_attention"
+    # By name: what begins after thousands of tokens, as chunks do, does not show in the results of a short row.
+    others: set[str] = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if others:
+        return min(others)
+    if getattr(config, "attn_temperature_tuning", False):  # by the place of a token in what the layer gets
+        return "attn_temperature_tuning"
     # A convolution over tokens has a filter for each channel; those of encoders of sound or images mix channels.
     convolutions = (
         name
@@ -301,6 +322,15 @@ def _mixer(model: Any, config: Any) -> str | None:
         if isinstance(layer, nn.Conv1d) and layer.groups == layer.in_channels > 1
     )
     return next(convolutions, None)
+
+
+def _follows_length(module: nn.Module) -> bool:
+    """Return True for a rotation whose frequencies depend on the largest position of a batch."""
+    kinds: Any = getattr(module, "rope_type", None)
+    return any(
+        isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+        for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,))
+    )
 
 
 def _refuse_columns(batch: Mapping[str, Any], positional: int) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.tensors import autocast_dtype
 from windlass.core.types import IGNORED
 from windlass.dist.gang import Gang
 from windlass.transforms.document_attention import document_attention, document_mask
@@ -38,11 +39,17 @@ class Division:
     zigzag: Zigzag
     documents: Tensor | None  # of all tokens of the rows; see `Sight`
     real: Tensor  # which of this rank's tokens are not padding, shape (rows, tokens of a part)
+    longest: Tensor  # the largest position in the whole rows, a scalar
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None
     ) -> Tensor:
-        """See `ring_attention`."""
+        """See `ring_attention`. Under autocast in its dtype, as PyTorch's attention: some norms of queries give
+        float32, which would travel in twice the bytes.
+        """
+        dtype = autocast_dtype(query)
+        if dtype is not None:
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         parts = 1 if self.ring is None else dist.get_world_size(self.ring)
         sight = Sight(Zigzag(parts, self.zigzag.length), self.documents, window)
         if self.heads is None:
@@ -97,7 +104,7 @@ def divide(batch: Mapping[str, Any], context_ranks: Gang, padding: int = 0) -> d
     part = {
         "input_ids": zigzag.part(nn.functional.pad(ids, (0, missing), value=padding), rank),
         "position_ids": zigzag.part(nn.functional.pad(positions, (0, missing)), rank),
-        "divided": Division(ring, heads, zigzag, documents, real),
+        "divided": Division(ring, heads, zigzag, documents, real, positions.max()),
         "use_cache": False,
     }
     # Shifted here: the target of the last token of a part is in the part of another rank.

@@ -212,7 +212,7 @@ def document_attention(
     Returns:
         Shape (rows, tokens, heads, size).
     """
-    attend = _Attend(dropout, scaling, softcap, s_aux)
+    attend, of_row = _Attend(dropout, scaling, softcap, s_aux), isinstance(attention_mask, Tensor)
     if not isinstance(attention_mask, DocumentMask):
         given, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
         attention_mask = _by_borders(attention_mask, given, query)
@@ -229,11 +229,7 @@ def document_attention(
         options = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
         joined, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return joined, None
-    if kwargs.get("position_bias") is not None:
-        raise ModelError(
-            f"{type(module).__name__} adds a position bias to its scores, which attention document by document does "
-            "not support. Train the model without packing and padding_free."
-        )
+    _refuse_unfit(module, query.shape[2], of_row, kwargs.get("position_bias"))
     lengths, borders = attention_mask.lengths, attention_mask.borders
     # One kernel for all documents, which are launched one by one below.
     if borders is not None and attention_mask.is_causal and attend.is_plain and has_kernel(query, key, value):
@@ -248,6 +244,32 @@ def document_attention(
         dim=1,
     )
     return joined.reshape(len(query), -1, *joined.shape[2:]), None
+
+
+def _refuse_unfit(module: Any, tokens: int, of_row: bool, position_bias: Tensor | None) -> None:
+    """Raise ModelError for a layer with a position bias, and for one of Llama 4 that computes something else after so
+    many tokens of a row, and counts those of other documents: the scale of its queries, and its chunks if the mask was
+    made of whole rows (`of_row`).
+    """
+    if position_bias is not None:
+        raise ModelError(
+            f"{type(module).__name__} adds a position bias to its scores, which attention document by document does "
+            "not support. Train the model without packing and padding_free."
+        )
+    rotates = getattr(module, "use_rope", False)
+    scales = getattr(module, "attn_temperature_tuning", False) and not rotates
+    chunk = (
+        getattr(getattr(module, "config", None), "attention_chunk_size", None) if rotates and of_row else None
+    )
+    most = module.floor_scale if scales else chunk
+    if most is not None and tokens >= most:
+        what = (
+            "scales queries" if scales else "begins a new chunk (which it does not without an attention_mask)"
+        )
+        raise ModelError(
+            f"{type(module).__name__} {what} after {most} tokens of a row, and counts those of other documents. Pack "
+            "shorter rows, or train without packing and padding_free."
+        )
 
 
 def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> DocumentMask | Tensor | None:

@@ -25,7 +25,7 @@ from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import Absent, copies_among, is_sharded, locals_of, present
+from windlass.dist.sharded import Absent, is_sharded, present
 from windlass.transforms.averaging import AfterBackward
 from windlass.transforms.buffers import check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters
@@ -33,7 +33,7 @@ from windlass.transforms.first_rank import FirstRank, check_same_structure, to_m
 from windlass.transforms.fsdp_groups import groups_of, reset
 from windlass.transforms.held_in_parts import HeldInParts
 from windlass.transforms.recompute import apply_recompute
-from windlass.transforms.strategy import options_of_ddp, squared_norm
+from windlass.transforms.strategy import options_of_ddp
 from windlass.transforms.tensor_layers import undivided
 from windlass.transforms.tensor_parallel import TensorDivision
 from windlass.transforms.unused import SameOnAllRanks
@@ -89,7 +89,6 @@ class FullyShardedModel(HeldInParts):
         # The norm of gradients on the host is computed there.
         self._on_host = self._plan.cpu_offload and self._device.type != "cpu"
         self._norm_on_host = self._on_host or self._device.type == "cpu"
-        self._copies: dict[Any, int] = {}
         self._forwards = self._seen = 0
         if division is not None:
             division.finish(self.unit_dtype)
@@ -180,32 +179,9 @@ class FullyShardedModel(HeldInParts):
             unit.set_requires_gradient_sync(yes, recurse=False)
         self._root.set_is_last_backward(yes)
 
-    def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Count every element once: squares are divided by the number of ranks with a copy."""
-        # A rank without gradients adds zero, and takes part in the reduction.
-        total = torch.zeros((), dtype=torch.float64, device="cpu" if self._on_host else self._device)
-        for (count, _), members in self._by_copies(gradients).items():
-            square = (
-                torch.linalg.vector_norm(torch.stack(torch._foreach_norm(members))).double().square() / count
-            )
-            total += square.to(total.device)
-        total = self._sum_of_norm(total)
-        return total.sqrt().to(gradients[0].dtype if gradients else total.dtype)
-
-    def _by_copies(self, gradients: list[Tensor]) -> dict[tuple[int, torch.device], list[Tensor]]:
-        """This rank's parts of gradients, by the number of ranks that hold each of their elements, and by where they
-        lie: what is not sharded stays on the device when the rest is kept on the host.
-        """
-        found: dict[tuple[int, torch.device], list[Tensor]] = {}
-        for gradient, part in zip(gradients, locals_of(gradients), strict=True):
-            found.setdefault((self._copies_of(gradient), part.device), []).append(part)
-        return found
-
-    def _copies_of(self, gradient: Tensor) -> int:
-        layout = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
-        if layout not in self._copies:
-            self._copies[layout] = copies_among(gradient, self._stage_ranks.size)
-        return self._copies[layout]
+    @property
+    def _norm_device(self) -> torch.device:
+        return torch.device("cpu") if self._on_host else self._device
 
     def _sum_of_norm(self, square: Tensor) -> Tensor:
         """The sum over ranks. On the host, what the backwards of ranks reached is compared in the same exchange."""
@@ -225,14 +201,6 @@ class FullyShardedModel(HeldInParts):
 
     def left_over(self) -> Iterable[nn.Parameter]:
         return self._plain.averaged()
-
-    def square(self, gradient: Tensor) -> Tensor:
-        [mine] = locals_of([gradient])
-        return squared_norm(mine).div_(self._copies_of(gradient))
-
-    def norm_of(self, square: Tensor) -> Tensor:
-        total = square.double().to("cpu" if self._on_host else self._device)
-        return self._sum_of_norm(total).sqrt().to(square.dtype)
 
     def check_reached(self) -> None:
         if self._forwards == self._seen:

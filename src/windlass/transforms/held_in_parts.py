@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import copies_among, locals_of
+from windlass.dist.sharded import copies_among, is_sharded, locals_of
 from windlass.transforms.strategy import Strategy, device_of, squared_norm, whole_on_main
 from windlass.transforms.tensor_layers import undivided
 
@@ -23,20 +24,46 @@ class HeldInParts(Strategy):
     saves_parts = True
     _stage_ranks: Gang
 
+    @cached_property
+    def _copies(self) -> dict[Any, int]:
+        """How many ranks hold each element of a tensor, by its layout."""
+        return {}
+
+    def _copies_of(self, gradient: Tensor) -> int:
+        layout = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
+        if layout not in self._copies:
+            self._copies[layout] = copies_among(gradient, self._stage_ranks.size)
+        return self._copies[layout]
+
+    @property
+    def _norm_device(self) -> torch.device:
+        """The device on which the squares of norms are added up."""
+        return device_of(self._module)
+
+    def _sum_of_norm(self, square: Tensor) -> Tensor:
+        """The sum over ranks."""
+        return self._stage_ranks.sum_on_device(square)
+
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: squares are divided by the number of ranks with a copy."""
-        # float64 holds the square of any norm that float32 holds.
-        square = torch.zeros((), dtype=torch.float64, device=device_of(self._module))
+        # By where they lie, too: what is not sharded stays on the device when the rest is kept on the host.
+        groups: dict[tuple[int, torch.device], list[Tensor]] = {}
         for gradient, part in zip(gradients, locals_of(gradients), strict=True):
-            square += squared_norm(part).double() / copies_among(gradient, self._stage_ranks.size)
-        return self.norm_of(square).to(gradients[0].dtype if gradients else square.dtype)
+            groups.setdefault((self._copies_of(gradient), part.device), []).append(part)
+        # A rank without gradients adds zero, and takes part in the reduction. float64 holds the square of any norm that
+        # float32 holds.
+        total = torch.zeros((), dtype=torch.float64, device=self._norm_device)
+        for (count, _), parts in groups.items():
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
+            total += (norm.double().square() / count).to(total.device)
+        return self._sum_of_norm(total).sqrt().to(gradients[0].dtype if gradients else total.dtype)
 
     def square(self, gradient: Tensor) -> Tensor:
         [mine] = locals_of([gradient])
-        return squared_norm(mine) / copies_among(gradient, self._stage_ranks.size)
+        return squared_norm(mine) / self._copies_of(gradient)
 
     def norm_of(self, square: Tensor) -> Tensor:
-        return self._stage_ranks.sum_on_device(square).sqrt()
+        return self._sum_of_norm(square.double().to(self._norm_device)).sqrt().to(square.dtype)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         return locals_of(gradients)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.attributes import attributes_of
+from windlass.core.tensors import autocast_dtype
 from windlass.core.types import IGNORED
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.evaluating import evaluating, vocabulary_of
-from windlass.transforms.linear_cross_entropy import LossOptions, autocast_dtype, linear_cross_entropy
+from windlass.transforms.linear_cross_entropy import LossOptions, linear_cross_entropy
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, linear_log_probabilities
 from windlass.transforms.tensor_split import TensorSplit, mine, split_of
 

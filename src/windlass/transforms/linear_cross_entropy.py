@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from windlass.core.errors import Problem, refuse
+from windlass.core.tensors import autocast_dtype
 from windlass.core.types import IGNORED
 from windlass.transforms.tensor_split import TensorSplit
 
@@ -59,7 +60,7 @@ class LinearLoss(NamedTuple):
 
     loss: Tensor  # in the logits' precision, single at least
     entropy: Tensor  # of the predicted distributions, in nats
-    correct: Tensor  # targets that have the largest logit
+    correct: Tensor  # targets that are predicted: the first class with the largest logit
     weight: Tensor  # of the targets: their number, or the sum of their class weights
 
 
@@ -93,14 +94,6 @@ def linear_cross_entropy(
         return LinearLoss(
             *fused.apply(hidden, weight, bias, targets, options or LossOptions(), split, learning)
         )
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast converts a factor of a product; None if it leaves it, as in double precision."""
-    kind = tensor.device.type
-    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 class _Fused(torch.autograd.Function):
@@ -163,14 +156,17 @@ class ChunkSoftmax(NamedTuple):
     real: Tensor  # the targets that are not left out
     here: Tensor  # those whose class is among this rank's; and where, in `places`
     places: Tensor
+    behind: Tensor  # those behind a class of this rank's that has the largest logit, as two may in few bits
 
     def figures(self, split: TensorSplit, *more: Tensor) -> tuple[Tensor, ...]:
-        """Of each target the sum of `shares`, its logit, and the sum of `shares` times logits, over all classes; and
-        the sums over ranks of `more`, all in one exchange.
+        """Of each target the sum of `shares`, its logit, and the sum of `shares` times logits, over all classes; if it
+        is the class with the largest logit (the first one, as of `argmax`); and the sums over ranks of `more`, all in
+        one exchange.
         """
         own = torch.where(self.here, self.logits.gather(1, self.places[:, None])[:, 0], 0)
-        each = [self.shares.sum(dim=1), own, dot(self.shares, self.logits), *more]
-        return split.sum(torch.stack(each)).unbind()
+        each = [self.shares.sum(dim=1), own, dot(self.shares, self.logits), self.behind.to(own), *more]
+        total, chosen, expected, behind, *others = split.sum(torch.stack(each)).unbind()
+        return total, chosen, expected, (chosen >= self.largest) & (behind == 0), *others
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:
@@ -228,10 +224,13 @@ class ChunkLogits:
         """The softmax of a chunk, in the memory of its logits."""
         logits, shares = self.of(hidden)
         real = targets != IGNORED
-        here, places = self.split.located(torch.where(real, targets, 0))
-        largest = self.split.max(logits.amax(dim=1))
+        classes = torch.where(real, targets, 0)
+        here, places = self.split.located(classes)
+        own, first = logits.max(dim=1)
+        largest = self.split.max(own.clone())
+        behind = (own == largest) & (first + self.split.mine.start < classes)
         torch.sub(logits, largest[:, None], out=shares).exp_()
-        return ChunkSoftmax(logits, shares, largest, real, here, places)
+        return ChunkSoftmax(logits, shares, largest, real, here, places, behind)
 
     def back_through(self, logits: Tensor, gradient: Tensor) -> Tensor:
         """The gradient of what the head itself returns, but for the scale, in the memory of `gradient`, which is that
@@ -313,13 +312,13 @@ class _Sums:
     def _add(self, rows: slice, targets: Tensor) -> None:
         options = self._options
         softmax = self._logits.softmax(self._hidden[rows], targets)
-        logits, shares, largest, real, here, places = softmax
-        total, chosen, expected, smoothed = softmax.figures(self._split, self._smoothed(logits))
+        logits, shares, largest, real, here, places, _ = softmax
+        total, chosen, expected, correct, smoothed = softmax.figures(self._split, self._smoothed(logits))
         log_total = largest + total.log()
         classes = torch.where(real, targets, 0)
         weight, of_total, of_chosen = self._factors(classes, chosen - log_total, log_total)
         losses = of_total[0] * log_total - of_chosen * chosen - smoothed + of_total[1] * log_total
-        figures = (losses, log_total - expected / total, (chosen >= largest).to(losses), weight)
+        figures = (losses, log_total - expected / total, correct.to(losses), weight)
         for result, values in zip(self.results, figures, strict=True):
             result.add_(torch.where(real, values, 0).sum())
         if not self._gradients.needed:

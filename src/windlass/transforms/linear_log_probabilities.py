@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from windlass.core.tensors import autocast_dtype
 from windlass.core.types import IGNORED
-from windlass.transforms.linear_cross_entropy import (
-    ChunkLogits,
-    HeadGradients,
-    LossOptions,
-    autocast_dtype,
-    dot,
-)
+from windlass.transforms.linear_cross_entropy import ChunkLogits, HeadGradients, LossOptions, dot
 from windlass.transforms.tensor_split import TensorSplit
 
 
@@ -31,7 +26,7 @@ class TokenLogProbabilities(NamedTuple):
 
     log_probabilities: Tensor  # of the targets, in nats
     entropies: Tensor  # of the predicted distributions, in nats
-    correct: Tensor  # 1 for a target that has the largest logit
+    correct: Tensor  # 1 for a target that is predicted: the first class with the largest logit
     mean_logits: Tensor  # the mean over all classes
     # Log of the sum over classes of the squared probability (the weights of WPO, arXiv:2406.11827)
     log_collisions: Tensor
@@ -150,12 +145,12 @@ def _add_chunk(
     softmax, split = logits_of.softmax(states, targets), logits_of.split
     logits, shares, largest, real = softmax[:4]
     more = dot(shares, shares), logits.sum(dim=1)
-    total, chosen, expected, squares, summed = softmax.figures(split, *more)
+    total, chosen, expected, correct, squares, summed = softmax.figures(split, *more)
     log_total: Tensor = largest + total.log()
     figures = (
         chosen - log_total,
         log_total - expected / total,
-        (chosen >= largest).to(logits),
+        correct.to(logits),
         summed / split.size,
         squares.log() - 2 * total.log(),
     )

@@ -72,7 +72,9 @@ def ring_attention(
         padding gets zeros.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    attended: Tensor = _RingAttention.apply(query, key, value, sight, group, scale)  # type: ignore[no-untyped-call]
+    # Autocast would round each product of these sums to few bits, which no kernel of attention does.
+    with torch.autocast(query.device.type, enabled=False):
+        attended: Tensor = _RingAttention.apply(query, key, value, sight, group, scale)  # type: ignore[no-untyped-call]
     return attended
 
 
@@ -123,6 +125,11 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(gradient.device.type, enabled=False):
+            return *_RingAttention._gradients(ctx, gradient), None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, attended, logs = ctx.saved_tensors
         grouped = _grouped(query, key)
         upper = _grouped(gradient, key).to(logs.dtype)
@@ -147,11 +154,9 @@ class _RingAttention(torch.autograd.Function):
                 sums[0][:, :, tile.keys] += slopes.flatten(2, 3).mT @ q.flatten(2, 3)
                 sums[1][:, :, tile.keys] += weights.flatten(2, 3).mT @ part.flatten(2, 3)
 
-        own = _travel_with_sums([key, value], logs.dtype, ctx.sight.division.size, ctx.rank, ctx.group, add)
-        of_key, of_value = own
-        return (
-            of_query.flatten(1, 2).to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
-        )  # fmt: skip
+        size = ctx.sight.division.size
+        of_key, of_value = _travel_with_sums([key, value], logs.dtype, size, ctx.rank, ctx.group, add)
+        return of_query.flatten(1, 2).to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 def _tiles(sight: Sight, rank: int, owner: int, device: torch.device) -> Iterator[_Tile]:

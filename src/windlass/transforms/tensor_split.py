@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from windlass.transforms.linear_exchange import exchange, same
 
 # Renamed in torch 2.13, which warns of the names before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,11 +58,20 @@ class TensorSplit:
 
     def whole(self, part: Tensor) -> Tensor:
         """The parts of all ranks along the last dimension. All must compute the same with them."""
-        gathered: Tensor = _Gathered.apply(part, self)  # type: ignore[no-untyped-call]
-        return gathered
+        return exchange(part, self._gathered, self._own)
 
+    def _gathered(self, part: Tensor) -> Tensor:
+        even = nn.functional.pad(part, (0, self.chunk - part.shape[-1])).contiguous()
+        parts = [torch.empty_like(even) for _ in range(self.ranks)]
+        dist.all_gather(parts, even, group=self.group)
+        return torch.cat(parts, -1)[..., : self.size]
 
-_Exchange = Callable[[Tensor, TensorSplit], Tensor]
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole[..., self.mine.start : self.mine.stop].contiguous()
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over ranks, which leaves `value` as it is."""
+        return self.sum(value.clone(memory_format=torch.contiguous_format))
 
 
 def split_of(layer: nn.Module) -> TensorSplit | None:
@@ -76,20 +88,17 @@ def mine(parameter: Any) -> Tensor:
 
 def copied(states: Tensor, split: TensorSplit) -> Tensor:
     """`states`, of which each rank computes with a part: their gradient is the sum of those of all ranks."""
-    found: Tensor = _Copied.apply(states, split)  # type: ignore[no-untyped-call]
-    return found
+    return exchange(states, same, split.total)
 
 
 def summed(part: Tensor, split: TensorSplit) -> Tensor:
     """The sum over ranks, whose gradient each of them gets."""
-    found: Tensor = _Summed.apply(part, split)  # type: ignore[no-untyped-call]
-    return found
+    return exchange(part, split.total, same)
 
 
 def scaled(parameter: Tensor, factor: int) -> Tensor:
     """`parameter`, whose gradient is multiplied."""
-    found: Tensor = _Scaled.apply(parameter, factor)  # type: ignore[no-untyped-call]
-    return found
+    return exchange(parameter, same, lambda gradient: gradient * factor)
 
 
 # --- positions of sequences -------------------------------------------------------------------------------------------
@@ -100,26 +109,22 @@ def scaled(parameter: Tensor, factor: int) -> Tensor:
 
 def part_of(states: Tensor, split: TensorSplit) -> Tensor:
     """This rank's positions of `states`, which all ranks have."""
-    found: Tensor = _Exchanged.apply(states, split, _own, _gather)  # type: ignore[no-untyped-call]
-    return found
+    return exchange(states, partial(_own, split=split), partial(_gather, split=split))
 
 
 def whole_of(part: Tensor, split: TensorSplit) -> Tensor:
     """All positions, with which all ranks compute the same."""
-    found: Tensor = _Exchanged.apply(part, split, _gather, _own)  # type: ignore[no-untyped-call]
-    return found
+    return exchange(part, partial(_gather, split=split), partial(_own, split=split))
 
 
 def joined(part: Tensor, split: TensorSplit) -> Tensor:
     """All positions, with which each rank computes a part: their gradient is the sum of those of all ranks."""
-    found: Tensor = _Exchanged.apply(part, split, _gather, _reduce)  # type: ignore[no-untyped-call]
-    return found
+    return exchange(part, partial(_gather, split=split), partial(_reduce, split=split))
 
 
 def reduced(states: Tensor, split: TensorSplit) -> Tensor:
     """This rank's positions of the sum over ranks."""
-    found: Tensor = _Exchanged.apply(states, split, _reduce, _gather)  # type: ignore[no-untyped-call]
-    return found
+    return exchange(states, partial(_reduce, split=split), partial(_gather, split=split))
 
 
 class Once:
@@ -193,19 +198,6 @@ def _reduce(states: Tensor, split: TensorSplit) -> Tensor:
     return own
 
 
-class _Exchanged(torch.autograd.Function):
-    """`there` of the positions, and `back`, its transpose, of their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, split: TensorSplit, there: _Exchange, back: _Exchange) -> Tensor:
-        ctx.split, ctx.back = split, back
-        return there(states, split)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(gradient, ctx.split), None, None, None
-
-
 class _LinearOfJoined(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -242,58 +234,6 @@ class _LinearOfJoined(torch.autograd.Function):
             None,
             None,
         )
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
-
-
-# --- columns ----------------------------------------------------------------------------------------------------------
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, split: TensorSplit) -> Tensor:
-        ctx.split = split
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.split.sum(gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
-        return split.sum(part.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The parts of all ranks along the last axis. All compute the same with them."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
-        ctx.split = split
-        even = nn.functional.pad(part, (0, split.chunk - part.shape[-1])).contiguous()
-        parts = [torch.empty_like(even) for _ in range(split.ranks)]
-        dist.all_gather(parts, even, group=split.group)
-        return torch.cat(parts, -1)[..., : split.size]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own = ctx.split.mine
-        return gradient[..., own.start : own.stop].contiguous(), None
 
 
 class _CrossEntropy(torch.autograd.Function):

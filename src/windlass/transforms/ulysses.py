@@ -7,6 +7,7 @@ of the other parts travel to them in rings, one for each rank (Fang and Zhao, "U
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.transforms.linear_exchange import exchange
 from windlass.transforms.ring_attention import Sight, ring_attention
 from windlass.transforms.zigzag import Zigzag
 
@@ -61,21 +63,12 @@ def refuse_heads(heads: int, key_heads: int, size: int) -> None:
 
 
 def _exchange(states: Tensor, group: Any, split: int, join: int) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(states, group, split, join)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _Exchange(torch.autograd.Function):
     """Cut along `split`, send each rank its piece, and join what is received along `join`."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: Any, split: int, join: int) -> Tensor:
-        ctx.group, ctx.split, ctx.join = group, split, join
-        return _exchanged(states, group, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(gradient, ctx.group, ctx.join, ctx.split), None, None, None
+    return exchange(
+        states,
+        partial(_exchanged, group=group, split=split, join=join),
+        partial(_exchanged, group=group, split=join, join=split),
+    )
 
 
 def _exchanged(states: Tensor, group: Any, split: int, join: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.optional import is_available
+from windlass.core.tensors import autocast_dtype
 
 _MODULE = "torch.nn.attention.varlen"
 _HALVES = (torch.float16, torch.bfloat16)
@@ -26,7 +27,7 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.is_cuda
         and torch.version.hip is None
-        and _dtype(query) in _HALVES
+        and (autocast_dtype(query) or query.dtype) in _HALVES
         and size == key.shape[-1] == value.shape[-1]
         and size % 8 == 0
         and size <= _LARGEST_HEAD
@@ -58,12 +59,8 @@ def varlen_attention(
         else:
             key, value = (part.repeat_interleave(heads // key.shape[1], dim=1) for part in (key, value))
     # Autocast does not reach operators that were added later; some norms of queries give float32 under it.
-    flat = [part.transpose(1, 2).flatten(0, 1).to(_dtype(query)) for part in (query, key, value)]
+    dtype = autocast_dtype(query) or query.dtype
+    flat = [part.transpose(1, 2).flatten(0, 1).to(dtype) for part in (query, key, value)]
     of_all: Any = varlen_attn
     attended: Tensor = of_all(*flat, borders, borders, longest, longest, **options)
     return attended.reshape(rows, length, heads, size)
-
-
-def _dtype(query: Tensor) -> torch.dtype:
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype

@@ -21,6 +21,7 @@ from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
 from windlass.transforms.context import division_of
 from windlass.transforms.divided_sequences import group_of
+from windlass.transforms.linear_exchange import exchange, same
 
 _NAME = "load_balancing_loss_func"
 
@@ -107,7 +108,9 @@ class WholeBalance:
         everywhere = self._everywhere and part.training and torch.is_grad_enabled()
         if everywhere or division is not None:
             ranks = self._ranks if everywhere else self._ranks.over("context")
-            sums = _SumOverRanks.apply(sums, group_of(ranks))  # type: ignore[no-untyped-call]
+            # Each rank's loss depends on the sum, so that its gradient is the sum of theirs.
+            sum_over = partial(_summed, group=group_of(ranks))
+            sums = exchange(sums, sum_over, sum_over)
         return balance(sums) / (1 if division is None else division.zigzag.size)
 
     def release(self) -> None:
@@ -147,22 +150,9 @@ def balance(sums: Tensor) -> Tensor:
     return loss.float()
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks. Each rank's loss depends on it, so that its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _summed(share, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
 def _summed(share: Tensor, group: Any) -> Tensor:
     if group is None:
-        return share
+        return same(share)
     total = share.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

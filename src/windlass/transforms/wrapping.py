@@ -33,7 +33,8 @@ def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> 
         chosen = []
     # A unit with nothing to gather would be gathered all the same, by an empty exchange.
     units = [unit for unit in chosen if any(p not in ignored for p in unit.parameters())]
-    return _without_split_ties(module, units)
+    # By their numbers of modules: a module inside several others comes before some of them in the order of the model.
+    return sorted(_without_split_ties(module, units), key=lambda unit: -sum(1 for _ in unit.modules()))
 
 
 def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None) -> set[nn.Parameter]:

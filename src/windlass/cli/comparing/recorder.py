@@ -22,7 +22,10 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -299,20 +302,44 @@ def keep_order() -> None:
     replace(DataLoader, "__init__", in_order)
 
 
-def prepare_trainer(recorder: Recorder) -> None:
-    """Have the Trainer that the script gets write into the folder of the comparison, and save after the second update.
-
-    Under `windlass run` it is Windlass's. Trackers and uploads are off: a comparison is not a run to keep.
+class TrainerImport(MetaPathFinder):
+    """Prepares the Trainer that the script gets once a module that defines one is imported: under `windlass run` it is
+    Windlass's. Before, as the import of transformers' takes seconds, which a script with another loop need not spend.
     """
-    if importlib.util.find_spec("transformers") is None:
-        return
-    from transformers import Trainer, TrainingArguments
 
-    build, settings = Trainer.__init__, recorder.settings
+    MODULES = ("transformers.trainer", "windlass.trainer.trainer")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in self.MODULES:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                # Not through the module: one that answers for Windlass has no such names itself.
+                if "Trainer" in (defined := vars(module)):
+                    prepare_trainer(self._recorder, defined["Trainer"], defined["TrainingArguments"])
+
+            replace(spec.loader, "exec_module", executed)
+        return spec
+
+
+def prepare_trainer(recorder: Recorder, trainer: Any, arguments_type: type) -> None:
+    """Have a Trainer write into the folder of the comparison, and save after the second update. Trackers and uploads
+    are off: a comparison is not a run to keep.
+    """
+    build: Callable[..., None] = trainer.__init__
+    settings = recorder.settings
 
     @functools.wraps(build)
     def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)]
+        given: list[Any] = [value for value in (*args, *kwargs.values()) if isinstance(value, arguments_type)]
         for arguments in given:
             if not settings["own_order"] and arguments.train_sampling_strategy == "random":
                 arguments.train_sampling_strategy = "sequential"
@@ -322,8 +349,8 @@ def prepare_trainer(recorder: Recorder) -> None:
             recorder.arguments = arguments
         build(self, *args, **kwargs)
 
-    replace(Trainer, "__init__", prepared)
-    recorder.watch_reads(TrainingArguments)
+    replace(trainer, "__init__", prepared)
+    recorder.watch_reads(arguments_type)
 
 
 def without_dropout() -> None:
@@ -359,7 +386,7 @@ def main() -> None:
     recorder = Recorder(json.loads(Path(settings).read_text("utf-8")))
     atexit.register(recorder.write)
     seed_everything(0)
-    prepare_trainer(recorder)
+    sys.meta_path.insert(0, TrainerImport(recorder))
     if not recorder.settings["own_order"]:
         keep_order()
     if not recorder.settings["dropout"]:

@@ -110,7 +110,9 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
                 f"created on {device}; build the module with explicit sizes"
             )
         if param not in moved:
-            moved[param] = renewed(param, param.detach().to(device))
+            new = renewed(param, param.detach().to(device))
+            # Its own entry too: it may be registered again, and its device have another name ("cuda:0" of "cuda").
+            moved[param] = moved[new] = new
         module._parameters[name] = moved[param]
 
     with attributes_of(nn.Module, register_parameter=register_on_device):
@@ -320,23 +322,19 @@ def _guard_moves(model: nn.Module) -> None:
     """Let `model.to(...)` and similar methods warn, or raise if weights are offloaded."""
     for name in GUARDED:
         if hasattr(model, name):
-            setattr(model, name, _guarded(model, getattr(model, name)))
+            move = getattr(model, name)
+            # Not a closure, which a copy of the model would share: its `to` would move the original.
+            setattr(model, name, functools.update_wrapper(functools.partial(_guarded, model, move), move))
 
 
-def _guarded(model: nn.Module, move: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(move)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if any(param.is_meta for param in model.parameters()):
-            raise ModelError(
-                "this model is dispatched and some of its weights are offloaded: it cannot be moved or cast. Remove "
-                "its hooks first (remove_hook_from_submodules), or dispatch it again"
-            )
-        _logger.warning(
-            "a dispatched model is being moved: its hooks still place each layer by the device map"
+def _guarded(model: nn.Module, move: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(param.is_meta for param in model.parameters()):
+        raise ModelError(
+            "this model is dispatched and some of its weights are offloaded: it cannot be moved or cast. Remove "
+            "its hooks first (remove_hook_from_submodules), or dispatch it again"
         )
-        return move(*args, **kwargs)
-
-    return guarded
+    _logger.warning("a dispatched model is being moved: its hooks still place each layer by the device map")
+    return move(*args, **kwargs)
 
 
 def load_checkpoint_and_dispatch(

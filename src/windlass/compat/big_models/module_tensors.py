@@ -34,11 +34,12 @@ freed as soon as no module holds it.
 
 
 def device_of(place: Place) -> torch.device:
-    """`place` as a torch device with an index, so that `cuda` and `cuda:0` are equal."""
-    device = torch.device(place)
-    if device.index is None and device.type not in ("cpu", "meta", "mps"):
-        return torch.device(device.type, 0)
-    return device
+    """`place` as a torch device with an index: `cuda` is the current device, on which PyTorch puts what goes there."""
+    device, accelerator = torch.device(place), torch.accelerator.current_accelerator()
+    if device.index is not None or device.type in ("cpu", "meta", "mps"):
+        return device
+    here = accelerator is not None and accelerator.type == device.type
+    return torch.device(device.type, torch.accelerator.current_device_index() if here else 0)
 
 
 def renewed(param: nn.Parameter, data: Tensor) -> nn.Parameter:

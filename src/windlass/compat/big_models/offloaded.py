@@ -256,7 +256,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             fix = "give tensors (state_dict), a folder of offloaded weights (save_folder), or an index"
             raise ConfigError(Problem("state_dict", None, fix))
         self.state_dict = dict(state_dict or {})
-        self.save_folder = Path(save_folder or "")
+        self.save_folder = Path(save_folder or "").absolute()  # a script may change its working directory
         if index is None and save_folder is not None:
             index = read_offload_index(save_folder)
         self.index = dict(index or {})

@@ -44,7 +44,7 @@ class MuonWithAdamW(CopiedOptimizer):
     """
 
     elementwise = False
-    copied = ("_inner",)
+    copied = ("_inner", "_options")
 
     def __init__(
         self,
@@ -58,26 +58,32 @@ class MuonWithAdamW(CopiedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": None})
-        if any(group["use_muon"] is None for group in self.param_groups):
-            raise ValueError("each group needs use_muon; MuonWithAdamW.arrange(model, groups) sets it")
-        for_muon = {
+        of_both: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        of_muon = {
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        # The inner optimizers get the same dicts as this one has, and torch adds their options to them in place.
-        # So a schedule that sets "lr" here sets it there, and a checkpoint has the options of each.
-        self._inner: list[tuple[bool, Optimizer]] = []
-        if self._groups(True):
-            kind = _MuonAnywhere(self._groups(True), lr=lr, weight_decay=weight_decay, **for_muon)  # type: ignore[arg-type]
-            self._inner.append((True, kind))
-        else:
+        # Before torch's constructor, which adds the groups one by one.
+        self._options = {True: {**of_both, **of_muon}, False: {**of_both, "betas": betas, "eps": eps}}
+        self._inner: dict[bool, Optimizer] = {}
+        super().__init__(params, {**of_both, "use_muon": None})
+        if True not in self._inner:
             _log.warning("Muon: no matrix of a hidden layer is trained here, so AdamW updates all parameters")
-        if self._groups(False):
-            kwargs: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-            self._inner.append((False, AdamW(self._groups(False), **kwargs)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. `param_group` is a dict as in the constructor; options that it lacks are the optimizer's.
+        Raises ValueError as the constructor does.
+        """
+        use = param_group.get("use_muon")
+        if use is None:
+            raise ValueError("each group needs use_muon; MuonWithAdamW.arrange(model, groups) sets it")
+        super().add_param_group(param_group)
+        # The inner optimizers get the same dicts as this one has, and torch adds their options to them in place.
+        # So a schedule that sets "lr" here sets it there, and a checkpoint has the options of each. Torch's Muon checks
+        # in its constructor alone that parameters are matrices, so it is constructed again for each group.
+        self._inner[use] = (_MuonAnywhere if use else AdamW)(self._groups(use), **self._options[use])
 
     @classmethod
     def arrange(cls, model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,7 +103,7 @@ class MuonWithAdamW(CopiedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. `closure`, if given, recomputes and returns the loss."""
         loss = called(closure)
-        for use, inner in self._inner:
+        for use, inner in self._inner.items():
             # The groups and states are this object's; loading a state dict replaces both.
             inner.param_groups, inner.state = self._groups(use), self.state
             inner.step()

@@ -25,9 +25,9 @@ def torchao_adamw(plan: OptimizerPlan) -> Recipe:
     options = read_options(plan.name, plan.options, _OPTIONS)
     library = require("torchao.optim", f"use optim={plan.name!r}")
     four = plan.name.endswith("4bit")
-    # The defaults of the library. Transformers sets 256 for both.
-    options.setdefault("block_size", 128 if four else 256)
-    kwargs = {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
+    # As transformers does for both; the library's own default is 128 for 4 bits.
+    of_plan = {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon}
+    kwargs = {**of_plan, "block_size": 256, **options}
     return _checked(library.AdamW4bit if four else library.AdamW8bit), kwargs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -129,6 +130,9 @@ class GreedyLR:
         self._window_sum += value
         if len(self._window) > self.window_size:
             self._window_sum -= self._window.popleft()
+        if not math.isfinite(self._window_sum):
+            # A metric that is not finite would stay in the sum after it has left the window.
+            self._window_sum = sum(self._window)
         return self._window_sum / len(self._window)
 
     def _wait(self) -> None:
