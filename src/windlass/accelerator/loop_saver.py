@@ -180,7 +180,9 @@ class LoopSaver:
     def _write(self, saver: Saver, step: int, background: bool, ended: Ended) -> None:
         """Write the checkpoint, or start writing it."""
         store = saver.manager.store
-        # If one process fails to read a state, the others must not wait for it.
+        # If one process fails to read a state, the others must not wait for it: nor those that gather shards, which
+        # follows.
+        store.on_all_ranks(step, self._prepared.check_restorable)
         models, states = store.on_all_ranks(
             step,
             lambda: (

@@ -105,8 +105,7 @@ class Adapter:
         base = model.get_base_model()
         named = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
         # Who merges the adapter may do so in another working directory, where a relative path leads nowhere.
-        is_folder = named is not None and os.path.isdir(named)
-        config.base_model_name_or_path = os.path.abspath(named) if is_folder else named
+        config.base_model_name_or_path = os.path.abspath(named) if named and os.path.isdir(named) else named
         if config.task_type is None:
             kind = type(base)
             config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
