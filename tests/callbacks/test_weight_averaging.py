@@ -133,6 +133,20 @@ def test_an_average_beside_an_optimizer_that_has_one_leaves_training_alone(tmp_p
     assert weights_hash(clean.model) == weights_hash(again.model)
 
 
+def test_an_evaluation_makes_no_copy_of_the_average(tmp_path: Path) -> None:
+    """For the case that it is abandoned. On several ranks it would be gathered first."""
+    asked: list[int] = []
+
+    class Counting(EMACallback):
+        def state_dict(self) -> Any:
+            asked.append(self._count)
+            return super().state_dict()
+
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    train(tmp_path, Counting(decay=0.9), **changes)
+    assert asked == [3, 6], "two saves"
+
+
 def test_two_averages_are_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=2)
     trainer = Trainer(Net(), args, train_dataset=rows(24), callbacks=[EMACallback(), SWACallback()])

@@ -39,6 +39,16 @@ def test_a_load_of_other_programs_is_logged_once(
     assert not warns or lines[0].startswith(f"load average {load:.1f} on 2 core(s)")
 
 
+def test_a_load_that_the_system_does_not_show_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> tuple[float, float, float]:
+        raise OSError("Load averages are unobtainable")
+
+    monkeypatch.setattr(os, "getloadavg", unknown)
+    watch = LoadWatch(1)
+    watch.look(training=False)
+    watch.look(training=True)
+
+
 @pytest.fixture
 def windlass_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the package logs reaches pytest's handler."""

@@ -106,10 +106,11 @@ def made(
     max_steps: int,
     known: bool = True,
     act: dict[int, str] | None = None,
+    kind: type[Hooks] = Hooks,
     **options: Any,
 ) -> tuple[Loop, Hooks]:
     state = TrainerState(max_steps=max_steps)
-    hooks = Hooks(state, act or {})
+    hooks = kind(state, act or {})
     loop = Loop(
         Counting(options.get("bad")),  # type: ignore[arg-type]
         Feed(Source(length, known), 1, Gang()),
@@ -195,6 +196,18 @@ def test_a_guarded_loop_goes_on() -> None:
     loop, hooks = made(5, 1, 5, bad=3, guard=True)
     loop.run(hooks)
     assert hooks.state.global_step == 5
+
+
+def test_an_epoch_that_a_callback_ends_at_its_beginning_is_skipped() -> None:
+    class Skipping(Hooks):
+        def epoch_begin(self, resumed: bool) -> None:
+            super().epoch_begin(resumed)
+            self.control.should_epoch_stop = len(self.trace) < 3
+
+    loop, hooks = made(2, 3, 6, kind=Skipping)
+    loop.run(hooks)
+    assert hooks.trace[:4] == ["epoch", "end 0", "epoch", "update 3"]
+    assert hooks.trace[-2:] == ["update 6", "end 3"]
 
 
 def test_data_that_gives_nothing_ends_the_run() -> None:

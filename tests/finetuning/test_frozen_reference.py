@@ -41,6 +41,19 @@ KINDS: dict[str, Any] = {
 }
 
 
+def falcon(dropout: float) -> Any:
+    """A model that reads its dropout from its configuration."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    torch.manual_seed(0)
+    return FalconForCausalLM(
+        FalconConfig(
+            vocab_size=36, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, hidden_dropout=dropout,
+            pad_token_id=0, eos_token_id=1, bos_token_id=1,
+        )
+    )  # fmt: skip
+
+
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         found: Tensor = model.eval()(input_ids=torch.tensor([[7, 8, 9, 10]])).logits
@@ -87,19 +100,34 @@ def test_dropout_of_every_kind_is_off() -> None:
     assert torch.equal(model.planes[1](x, x, x)[0], model.planes[1].eval()(x, x, x)[0])
 
 
+def test_dropout_of_adapters_is_off() -> None:
+    config = peft.LoHaConfig(
+        r=2, target_modules=["q_proj"], rank_dropout=0.5, module_dropout=0.5, init_weights=False
+    )
+    model = peft.get_peft_model(small.model(), config)
+    without_dropout(model)
+    expected = logits(model)
+    model.train()
+    assert torch.equal(model(input_ids=torch.tensor([[7, 8, 9, 10]])).logits, expected)
+
+
+def test_dropout_that_cannot_be_switched_off_is_refused() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop_threshold = 0.25
+
+    with pytest.raises(ConfigError, match=r"cannot switch off Own.drop_threshold=0.25: set it to 0"):
+        without_dropout(nn.Sequential(nn.Linear(2, 2), Own()))
+    with pytest.raises(ConfigError, match=r"cannot switch off config.hidden_dropout=0.5: set it to 0"):
+        without_dropout(falcon(0.5))
+    without_dropout(falcon(0.0))
+
+
 def test_a_reference_without_the_adapter_draws_nothing(tmp_path: Path) -> None:
     """Falcon reads its dropout from its configuration, where no share of a module can be set to 0."""
-    from transformers import FalconConfig, FalconForCausalLM
-
-    torch.manual_seed(0)
-    model = FalconForCausalLM(
-        FalconConfig(
-            vocab_size=36, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, hidden_dropout=0.5,
-            pad_token_id=0, eos_token_id=1, bos_token_id=1,
-        )
-    )  # fmt: skip
     trainer = DPOTrainer(
-        model, None, settings(tmp_path), None, pairs(4), None, small.tokenizer(),
+        falcon(0.5), None, settings(tmp_path, disable_dropout=False), None, pairs(4), None, small.tokenizer(),
         peft_config=peft.LoraConfig(r=2, target_modules=["query_key_value"]),
     )  # fmt: skip
     batch = trainer.data_collator([trainer.train_dataset[at] for at in range(2)])

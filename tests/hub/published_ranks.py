@@ -1,5 +1,5 @@
 """Run by `torch.distributed.run`: two ranks publish on a Hub. Arguments: output folder, token, address of the Hub, and
-how long ranks wait for each other.
+how long ranks wait for each other. Without an address the package of the Hub is not installed.
 """
 
 from __future__ import annotations
@@ -7,20 +7,26 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 from tests.hub.fixtures import set_address
 from tests.hub.test_callback import trainer
 
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, MissingDependencyError
 
 if __name__ == "__main__":
     folder, token, address, *limit = sys.argv[1:]
-    set_address(address)
+    if address:
+        set_address(address)
+    else:
+        sys.modules["huggingface_hub"] = None  # type: ignore[assignment]
     limits = {"ddp_timeout": int(limit[0])} if limit else {}
     run = trainer(Path(folder), token, hub_strategy="checkpoint", **limits)
     try:
         run.train()
         if not limit:
             run.push_to_hub()
-    except ConfigError as error:
-        line = " ".join(["refused:", *map(str, error.problems), f"at step {run.state.global_step}"])
+    except (ConfigError, MissingDependencyError) as error:
+        said = map(str, error.problems) if isinstance(error, ConfigError) else [str(error)]
+        line = " ".join(["refused:", *said, f"at step {run.state.global_step}"])
         sys.stdout.write(f"{line}\n")  # in one piece, as the ranks share the stream
+        torch.distributed.barrier()

@@ -80,6 +80,13 @@ def test_every_rank_ends_with_the_error_of_the_main_process(
 
 
 @pytest.mark.dist
+def test_no_rank_waits_for_a_main_process_without_the_package(root: Path, tmp_path: Path, token: str) -> None:
+    said = launch(2, root / "tests/hub/published_ranks.py", tmp_path / "run", token, "", 20)
+    assert "refused: huggingface_hub is needed to publish on the Hub" in said
+    assert "refused: push_to_hub=True: the main process cannot publish: huggingface_hub is needed" in said
+
+
+@pytest.mark.dist
 def test_ranks_do_not_wait_too_long_for_the_uploads_of_the_first_one(
     hub: Hub, token: str, root: Path, tmp_path: Path
 ) -> None:

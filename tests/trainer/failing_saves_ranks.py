@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from tests.trainer.background_cases import trainer_of
 
+from windlass import TrainerCallback
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
@@ -44,6 +46,27 @@ def run(folder: Path, refused: Callable[[int], bool], number: int, **how: Any) -
     return {"error": error, "steps": [info.step for info in Store(folder).list()]}
 
 
+class FolderAway(TrainerCallback):
+    """On rank 0 a file is in place of the output folder, from update 3 to update 5."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir)
+        if RANK == 0 and state.global_step == 3:
+            shutil.rmtree(folder)
+            folder.touch()
+        if RANK == 0 and state.global_step == 5:
+            folder.unlink()
+
+
+def gathered(folder: Path) -> list[int]:
+    """The steps that are saved by ranks that gather their shards on the first one, whose folder is away for a while."""
+    parts = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+    changes = {"save_steps": 2, "max_steps": 6, "save_in_background": False, "ddp_timeout": 30}
+    trainer_of(folder, FolderAway(), **parts, **changes).train()
+    torch.distributed.barrier()
+    return [info.step for info in Store(folder).list()]
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     told = [
@@ -58,7 +81,7 @@ def main() -> None:
         run(root / "last", lambda step: step == 8, errno.ETIMEDOUT, save_steps=4, max_steps=8),
         run(root / "limit", lambda step: True, errno.EMFILE, save_steps=2, max_steps=40, max_save_failures=3),
     ]
-    (root / f"told-{RANK}").write_text(json.dumps(told))
+    (root / f"told-{RANK}").write_text(json.dumps([*told, gathered(root / "gathered")]))
 
 
 if __name__ == "__main__":

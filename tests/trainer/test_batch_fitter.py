@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from tests.trainer.memory_cases import Samples, Stream, flat, hungry, trainer_fo
 
 from windlass import ConfigError, Trainer, TrainerCallback
 from windlass.callbacks.metrics_log import read_metrics
+from windlass.checkpoint.files import Files
 from windlass.core.errors import MemoryShortError
 from windlass.trainer.batch_fitter import FILE_NAME
 
@@ -230,6 +232,18 @@ def test_the_note_of_an_earlier_attempt(text: str, micro: int, folder: Path) -> 
 
 def test_a_note_is_not_followed_elsewhere(folder: Path) -> None:
     os.mkfifo(folder / FILE_NAME)
+    trainer = trainer_for(folder, hungry(99), max_steps=1)
+    trainer.train()
+    assert trainer.state.train_batch_size == 12
+
+
+def test_a_note_on_a_disk_that_fails_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / FILE_NAME).write_text(json.dumps(NOTE))
+
+    def fail(files: Files, path: Path, limit: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Files, "read", fail)
     trainer = trainer_for(folder, hungry(99), max_steps=1)
     trainer.train()
     assert trainer.state.train_batch_size == 12

@@ -45,6 +45,13 @@ def test_a_batch_size_given_anew_wins(tmp_path: Path) -> None:
     assert resumed.accelerator.gradient_accumulation_steps == 3
 
 
+def test_the_epoch_of_a_run_with_larger_updates_is_that_of_its_data(tmp_path: Path) -> None:
+    """The four samples of its first update are less than one of its further ones, of which three are an epoch."""
+    stretch(tmp_path, 1, False)
+    resumed = stretch(tmp_path, 2, True, gradient_accumulation_steps=4)
+    assert resumed.state.epoch == pytest.approx(1 / 3)
+
+
 def test_a_global_batch_size_decides(tmp_path: Path) -> None:
     stretch(tmp_path / "derived", 12, False, global_batch_size=8)
     stretch(tmp_path / "said", 12, False, gradient_accumulation_steps=2)

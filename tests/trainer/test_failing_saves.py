@@ -175,7 +175,8 @@ def test_an_error_of_one_rank_is_one_of_all(folder: Path) -> None:
     launch(2, HERE / "failing_saves_ranks.py", folder)
     told = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
     assert told[0] == told[1]
-    passing, last, limit = told[0]
+    passing, last, limit, gathered = told[0]
+    assert gathered[-1] == 6, "no rank waited for the first one, whose folder was away at step 4"
     assert passing["error"] is None
     assert passing["steps"] == [6, 10, 12], "each of those that failed was made up for"
     assert "its last save failed" in last["error"]

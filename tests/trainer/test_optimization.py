@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import launch
+from tests.trainer import unfrozen_runs
 from tests.trainer.small import Net, arguments, rows, settings, weights_hash
+from tests.trainer.unfrozen_runs import TwoLayers, samples, train
 from torch import nn
 
 from windlass import Trainer, TrainingArguments, get_linear_schedule_with_warmup
@@ -123,6 +127,25 @@ def test_a_class_or_a_factory_makes_the_optimizer(tmp_path: Path) -> None:
     assert isinstance(trainer.optimizer, torch.optim.Adam)
     assert trainer.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert len(made) == 1
+
+
+def test_of_several_kinds_of_parameters_in_the_keywords_the_last_is_used(tmp_path: Path) -> None:
+    """As in transformers: a class for each layer gets `optimizer_dict`, beside `params`."""
+    seen: list[Any] = []
+
+    class Layers(torch.optim.SGD):
+        def __init__(self, layers: dict[str, Any], lr: float) -> None:
+            seen.append(layers)
+            super().__init__(list(layers.values()), lr=lr)
+
+    model = Net()
+    layers = dict(model.named_parameters())
+    given = {"lr": 0.1, "params": [model.layer.bias], "optimizer_dict": layers}
+    trainer = Trainer(
+        model, arguments(tmp_path), train_dataset=rows(16), optimizer_cls_and_kwargs=(Layers, given)
+    )
+    trainer.create_optimizer()
+    assert seen == [layers]
 
 
 def test_overridden_parts_are_used(tmp_path: Path) -> None:
@@ -339,3 +362,39 @@ def test_an_optimizer_with_tensors_of_no_model_is_refused_before_a_run_that_save
         ):
             trainer.train()
         assert trainer.state.global_step == 0
+
+
+def after_plain_updates() -> list[torch.Tensor]:
+    """The weights after the same updates in a plain loop."""
+    model, data = TwoLayers(), samples()
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.5)
+    for step in range(6):
+        if step == 2:
+            model.first.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 0.2})
+        batch = data[4 * step : 4 * step + 4]
+        x, labels = torch.stack([row["x"] for row in batch]), torch.tensor([row["labels"] for row in batch])
+        model(x, labels)["loss"].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().flatten() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("optim", ["sgd", "lomo"])
+def test_gradients_of_an_unfrozen_layer_are_clipped_and_cleared_with_the_others(
+    optim: str, tmp_path: Path
+) -> None:
+    for mine, wanted in zip(train(tmp_path, optim=optim), after_plain_updates(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.dist
+def test_shards_train_an_unfrozen_layer_and_replicas_refuse_it(tmp_path: Path) -> None:
+    launch(2, Path(unfrozen_runs.__file__), tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        for mine, wanted in zip(found["shards"], after_plain_updates(), strict=True):
+            torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), wanted, rtol=0, atol=1e-12)
+        for kind in ("replicas", "in the backward"):
+            assert "parameters that were frozen when the run began require gradients now" in found[kind]

@@ -172,4 +172,18 @@ def test_flops_are_counted(tmp_path: Path) -> None:
     parameters = trainer.model.num_parameters(exclude_embeddings=True)
     assert output.metrics["total_flos"] == trainer.state.total_flos == 6 * parameters * 16 * 8
     batch = trainer.data_collator(text_rows(4))
-    assert trainer.floating_point_ops(batch) > 0
+    assert trainer.floating_point_ops(batch) == 6 * parameters * 4 * 8
+    # The same forward and backward, whichever layer has the weight of the output.
+    assert Trainer(llama(tied=True), arguments(tmp_path)).floating_point_ops(batch) == 6 * parameters * 4 * 8
+
+
+def test_flops_of_a_script_are_added_up(tmp_path: Path) -> None:
+    class Counting(Trainer):
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 7 * len(inputs["x"])
+
+    changes = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    args = arguments(tmp_path, **changes)
+    assert Counting(Net(), args, train_dataset=rows(24)).train().metrics["total_flos"] == 7 * 24
+    again = Counting(Net(), args, train_dataset=rows(24))
+    assert again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2")).metrics["total_flos"] == 7 * 24

@@ -50,7 +50,10 @@ def main() -> None:
     trainer.train()
     trainer.save_model()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    found = {"held": sizes, "losses": [before, *losses, trainer.evaluate()["eval_loss"]]}
+    found = {
+        "held": sizes, "losses": [before, *losses, trainer.evaluate()["eval_loss"]],
+        "flops": trainer.state.total_flos, "trained": trainer.get_num_trainable_parameters(),
+    }  # fmt: skip
     if RANK == 0:
         (Path(folder) / f"{name}.json").write_text(json.dumps(found))
 

@@ -45,6 +45,7 @@ def check(folder: Path, name: str, alone: dict[str, Any], divided: bool = True) 
     here, whole = found["held"]
     assert whole == alone["held"][1]
     assert here <= whole / 2 + 64 if divided else here == whole, "each rank builds its part alone"
+    assert (found["flops"], found["trained"]) == (alone["flops"], alone["trained"])
     assert found["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
     for tensor, value in weights(folder / name).items():
         torch.testing.assert_close(value, alone["weights"][tensor], rtol=0, atol=TOLERANCE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from windlass.assemble.batch import resolve_batches
 from windlass.assemble.engine_values import engine_clipping, with_engine
@@ -29,7 +29,6 @@ from windlass.config.plan import (
     DurationPlan,
     EvaluationPlan,
     OptimizerPlan,
-    PrecisionPlan,
     PreemptionPlan,
     ReportPlan,
     RunPlan,
@@ -63,7 +62,7 @@ def resolve_call(args: TrainingArguments, world: World, in_backward: bool = Fals
         batches=resolve_batches(args, parallel.dist.mesh(world.size), world.rank),
         optimizer=optimizer,
         schedule=SchedulePlan(_text(args.lr_scheduler_type), _schedule_options(args)),
-        precision=_precision(args, parallel),
+        precision=replace(parallel.precision, tf32=args.tf32),
         transforms=_transforms(args, parallel),
         stability=StabilityPlan(
             _clipping(args, optimizer.in_backward, parallel.dist.zero),
@@ -175,12 +174,6 @@ def _clipping(args: TrainingArguments, fused: bool, zero: ZeroPlan | None) -> fl
     """
     untouched = args.max_grad_norm == OptimisationSection.max_grad_norm and not args.is_given("max_grad_norm")
     return None if fused and untouched else engine_clipping(args, zero) or None
-
-
-def _precision(args: TrainingArguments, parallel: Parallel) -> PrecisionPlan:
-    full_eval: Literal["no", "bf16", "fp16"]
-    full_eval = "bf16" if args.bf16_full_eval else "fp16" if args.fp16_full_eval else "no"
-    return replace(parallel.precision, full_eval=full_eval, tf32=args.tf32)
 
 
 def _data(args: TrainingArguments) -> DataPlan:

@@ -8,9 +8,10 @@ from typing import Any
 
 from windlass.core.locations import is_url, local_folder, shown_path
 from windlass.core.output import STDOUT
+from windlass.core.tensors import count_elements
 from windlass.core.terminal import folded, folded_command
 from windlass.core.types import TrainOutput
-from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
+from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.metrics.answer_scores import ROUGE
 from windlass.recipes.images import Images
 from windlass.recipes.samples import Blocks
@@ -52,7 +53,7 @@ def _prepared(trainer: Any) -> str:
 def describe_run(parts: RecipeParts, trainer: Any) -> str:
     """Return the sizes of model and data."""
     config = trainer.model.config
-    size = count_parameters(trainer.model)
+    size = count_elements(trainer.model.parameters())
     held = "no evaluation"
     if parts.evaluation is not None:
         held = f"{_amount(parts.evaluation)} held out for evaluation"

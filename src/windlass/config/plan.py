@@ -247,7 +247,6 @@ class PrecisionPlan:
 
     # The autocast dtype; weights and optimizer state stay in the dtype the model came in
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"
-    full_eval: Literal["no", "bf16", "fp16"] = "no"
     tf32: bool | None = None
     float8: Float8Plan | None = None  # for linear layers; None if they compute in `compute` too
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from windlass.core.output import shown
 from windlass.core.redact import redact_value
@@ -25,6 +26,19 @@ class Problem:
         return shown(f"{self.field}={value!r}: {self.fix}")
 
 
+def _as_made(error: BaseException) -> tuple[Any, ...]:
+    """How an error is copied and sent to another process. By default Python calls the constructor with the message
+    alone: most of these take something else, and a pool whose worker sends such an error waits without end.
+    """
+    return _again, (type(error), error.args), vars(error)
+
+
+def _again(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args  # which subclasses of OSError leave to their constructor
+    return error
+
+
 class WindlassError(Exception):
     """Base of every error that is the user's to mend; the command line exits with code 2 on it.
 
@@ -36,6 +50,9 @@ class WindlassError(Exception):
 
     def __str__(self) -> str:
         return shown(super().__str__())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_made(self)
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of its own traceback."""
@@ -113,6 +130,9 @@ class Preempted(SystemExit):
     def __init__(self, step: int, folder: Path | None) -> None:
         super().__init__(EXIT_PREEMPTED)
         self.step, self.folder = step, folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_made(self)
 
 
 class MissingDependencyError(WindlassError, ImportError):

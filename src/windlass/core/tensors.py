@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +46,21 @@ def distinct(tensor: Tensor, like: Tensor | None = None) -> Tensor:
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def count_elements(parameters: Iterable[Any]) -> int:
+    """The number of elements of parameters, on all ranks together."""
+    return sum(map(elements_of, parameters))
+
+
+def elements_of(parameter: Any) -> int:
+    """The number of elements that a parameter represents: DeepSpeed leaves an empty tensor of one that it divides, and
+    bitsandbytes packs two elements into a byte.
+    """
+    if hasattr(parameter, "ds_numel"):
+        return int(parameter.ds_numel)
+    packed: Any = getattr(parameter, "quant_state", None)
+    return int(parameter.numel() if packed is None else math.prod(packed.shape))
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -65,7 +65,11 @@ class LoadWatch:
         """
         if not self._enabled:
             return
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        try:
+            load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        except OSError:  # a container without /proc: nothing is known of other programs
+            self._enabled = False
+            return
         others = load - (self._own if training else 0)
         if others < 1 or load < cores + 1:
             return

@@ -29,6 +29,7 @@ class UpdateBatch:
             change weights without data. The weights of `LossTerms` are not part of this count.
         total_samples, tokens, positions: sums over all ranks: samples, tokens as the configuration counts them, and
             positions with padding.
+        flops: a script's own estimate of the floating-point operations, summed over all ranks; None if it has none.
         last: no rank has a further update in this epoch.
         signals: signals of all ranks when this was fetched, summed; the same on all ranks.
     """
@@ -46,6 +47,7 @@ class UpdateBatch:
     total_samples: float = 0.0
     tokens: float = 0.0
     positions: float = 0.0
+    flops: float | None = None
     last: bool = False
     signals: Sequence[float] = ()
 

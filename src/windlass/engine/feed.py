@@ -22,6 +22,7 @@ class Counts:
 
     `check` sees every group before it is counted, and raises if the model cannot compute it; None: nothing is checked.
     `inputs` returns the tokens of a batch, as the configuration counts them, and its positions with padding.
+    `flops` is a script's own estimate of its floating-point operations; None: it has none.
     `signals` are numbers that this rank sends to the others with the counts, so agreeing costs nothing.
     """
 
@@ -29,6 +30,7 @@ class Counts:
     inputs: Callable[[Any], tuple[int, int]]
     signals: Callable[[], Sequence[float]] = tuple
     check: Callable[[UpdateBatch], None] | None = None
+    flops: Callable[[Any], float] | None = None
 
 
 class FeedHooks:
@@ -129,6 +131,8 @@ class Feed:
             sums = pending.wait()
             self._clock.enter(before)
         going_on, group.denominator, group.total_samples, group.tokens, group.positions, *more = sums
+        if hooks.counts.flops is not None:
+            group.flops = more.pop(0)
         group.last = not going_on
         if group.dealt_samples and 0 < going_on < self._all_ranks.size:
             ended = self._all_ranks.size - int(going_on)
@@ -190,7 +194,7 @@ class Feed:
         batches = group.batches
         if group.filler:
             group.targets, group.samples = [0.0] * len(batches), [0] * len(batches)
-            return [0.0, 0, 0, 0]
+            return [0.0, 0, 0, 0] + [0.0] * (counts.flops is not None)
         if counts.check is not None:
             counts.check(group)
         group.targets = [counts.targets(batch) for batch in batches]
@@ -198,6 +202,8 @@ class Feed:
         group.samples = [len(i) or rows(b) for i, b in zip(group.ids, batches, strict=True)]
         tokens, positions = map(sum, zip(*map(counts.inputs, batches), strict=True))
         sums = [sum(group.targets), sum(group.samples), tokens, positions]
+        if counts.flops is not None:
+            sums.append(float(sum(map(counts.flops, batches))))
         return sums if self._sends_counts else [0.0] * len(sums)
 
     def _inspect(self, group: UpdateBatch, hooks: FeedHooks) -> UpdateBatch:

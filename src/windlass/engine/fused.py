@@ -195,6 +195,7 @@ class FusedExecutor(NativeExecutor):
     def run_step(
         self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
     ) -> StepResult:
+        self.take_groups()  # before hooks are set
         self._begin()
         self._update, self._hooks, self._max_norm, self._guard = update, hooks, max_norm, guard
         try:

@@ -153,7 +153,8 @@ class Loop:
                 if batch is None:
                     break
                 self._update(batch, hooks)
-        if self._updates_in_epoch == before == 0:
+        # A callback may have ended the epoch, or the run, before its first update.
+        if self._updates_in_epoch == before == 0 and not self._leaves_epoch():
             self._progress.control.should_training_stop = True
             logger.warning("epoch %d has no data for an update: training stops", self._epoch)
         self._close_epoch(hooks)
@@ -330,7 +331,8 @@ class Loop:
             and not self._data_spent
         ):
             # Updates have another size now: count the consumed data in the new size.
-            self._updates_in_epoch = self._feed.groups_consumed(self._position) or self._updates_in_epoch
+            consumed = self._feed.groups_consumed(self._position)
+            self._updates_in_epoch = self._updates_in_epoch if consumed is None else consumed
 
 
 def nonfinite_at(step: int, ids: list[list[int]]) -> str:

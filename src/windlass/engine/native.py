@@ -49,13 +49,16 @@ class NativeExecutor:
         parameters: list[nn.Parameter] | None = None,
         reduce_each: bool = False,
     ) -> None:
-        self.strategy, self._module, self._reduce_each = strategy, strategy.module, reduce_each
+        self.strategy, self._reduce_each = strategy, reduce_each
         # Then no backward waits for other ranks, and the clock of the run need not tell apart where time goes.
         self._alone = world_from_environment().size == 1
         self.optimizer = optimizer
         update_singly(optimizer)
         self._scaler = scaler or UnitScaler(device)
-        self._parameters = _trained_parameters(self._module, optimizer) if parameters is None else parameters
+        self._parameters = (
+            _trained_parameters(strategy.module, optimizer) if parameters is None else parameters
+        )
+        self._group_count = len(optimizer.param_groups)
         self._aux_gradients: dict[nn.Parameter, Tensor] = {}
         self._overflow: Tensor | None = None
         self._skip = False
@@ -225,7 +228,9 @@ class NativeExecutor:
         self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
     ) -> StepResult:
         """Gradients of every micro-batch, one norm, one update."""
-        if not self._module.training:  # after an evaluation, or a callback that sampled from it
+        if len(self.optimizer.param_groups) != self._group_count:  # without a call in the usual case
+            self.take_groups()
+        if not self.strategy.module.training:  # after an evaluation, or a callback that sampled from it
             self.model.train()
         loss: Tensor | None = None
         losses: list[Tensor] = []
@@ -261,6 +266,16 @@ class NativeExecutor:
         self.zero_grad()
         self._clock.enter(COMPUTE)
         return StepResult(loss, norm, applied, parts, self._overflowed, losses)
+
+    def take_groups(self) -> None:
+        """Train the parameters of groups that were added to the optimizer since the last update."""
+        if len(self.optimizer.param_groups) == self._group_count:
+            return
+        self._group_count, known = len(self.optimizer.param_groups), {id(p) for p in self._parameters}
+        for parameter in _trained_parameters(self.strategy.module, self.optimizer):
+            if id(parameter) not in known:
+                parameter.grad = None  # of updates that did not train it
+                self._parameters.append(parameter)
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         self.strategy.warm_up(backward)

@@ -79,7 +79,7 @@ class PipelineExecutor(NativeExecutor):
         self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
     ) -> StepResult:
         """All micro-batches through the pipeline, then one norm and one update as on any strategy."""
-        if not self._module.training:
+        if not self.strategy.module.training:
             self.model.train()
         before = self._clock.enter(BACKWARD)
         with self._pipeline.accumulating():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,14 +205,51 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
 
 
+# The attributes in which modules of torch, transformers and peft keep the share that a function of dropout gets.
+_NAMES = """activation_dropout attention_dropout attn_drop attn_dropout attn_dropout_p attn_pdrop
+    classifier_dropout_prob drop drop_path drop_prob drop_rate dropout dropout_p dropout_prob dropout_rate dropout_ratio
+    emb_pdrop embedding_dropout hidden_dropout hidden_dropout_prob layerdrop module_dropout positional_dropout
+    projector_dropout rank_dropout resid_pdrop residual_dropout"""
+_SHARES = frozenset(_NAMES.split())
+
+
 def without_dropout(model: nn.Module) -> None:
-    """Set all dropout of a model to 0: its layers, and the shares that modules keep for functions."""
+    """Set all dropout of a model to 0: its layers, and the shares that modules keep for functions. Raises ConfigError
+    for one that is not known to be a share, or that is read from the configuration in each forward.
+    """
+    unknown = _read_in_forwards(model)
     for module in model.modules():
-        if "Dropout" in type(module).__name__:  # torch's six, and those of adapters
-            module.p = 0.0  # type: ignore[assignment]
-        for name, value in vars(module).items():
-            if isinstance(value, float) and "drop" in name:  # `attention_dropout`, `resid_pdrop`, `layerdrop`
-                setattr(module, name, 0.0)
+        for name, value in list(vars(module).items()):
+            if name in _SHARES or (name == "p" and "Dropout" in type(module).__name__):
+                setattr(module, name, _without_shares(value))
+            elif "drop" in name and _without_shares(value) != value:
+                unknown.append(f"{type(module).__name__}.{name}={value}")
+    if unknown:
+        fix = (
+            f"cannot switch off {', '.join(dict.fromkeys(unknown))}: set it to 0 before the model is built, or set "
+            "disable_dropout=False"
+        )
+        raise ConfigError(Problem("disable_dropout", True, fix))
+
+
+def _without_shares(value: Any) -> Any:
+    """0 for a share; the same for those of several adapters; other values as they are."""
+    if isinstance(value, dict):
+        return {name: _without_shares(item) for name, item in value.items()}
+    return 0.0 if isinstance(value, float) else value
+
+
+def _read_in_forwards(model: nn.Module) -> list[str]:
+    """The shares of dropout that forwards of the model's modules read from their configurations."""
+    found = []
+    for module in model.modules():
+        fields = getattr(getattr(module, "config", None), "__dict__", {})
+        shares = {name: value for name, value in fields.items() if "drop" in name and value}
+        if any(_without_shares(value) != value for value in shares.values()):
+            code = dis.get_instructions(inspect.unwrap(type(module).forward))
+            read = {field.argval for owner, field in pairwise(code) if owner.argval == "config"}
+            found += [f"config.{name}={shares[name]}" for name in shares if name in read]
+    return found
 
 
 logger = get_job_logger(__name__)

@@ -17,6 +17,7 @@ from windlass.checkpoint.adapters import peft_library
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.package_remarks import hidden_deprecations
+from windlass.core.tensors import count_elements
 from windlass.transforms.first_rank import has_weights
 
 logger = get_job_logger(__name__)
@@ -167,19 +168,9 @@ def let_gradients_in(model: nn.Module) -> None:
 
 def describe_trained(model: nn.Module) -> str:
     """How many of a model's parameters are trained."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = count_parameters(model)
+    parameters = list(model.parameters())
+    trained, total = count_elements(p for p in parameters if p.requires_grad), count_elements(parameters)
     return f"training {trained:,} of {total:,} parameters ({trained / max(total, 1):.2%})"
-
-
-def count_parameters(model: nn.Module) -> int:
-    """The parameters of a model; a packed 4-bit weight counts as the elements that it represents."""
-    return sum(map(_elements, model.parameters()))
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
-    return parameter.numel() if shape is None else torch.Size(shape).numel()
 
 
 def _train_new_tokens(model: Any, peft_config: Any, new_tokens: list[int]) -> None:

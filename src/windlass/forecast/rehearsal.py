@@ -20,6 +20,7 @@ from windlass.assemble.build import Built, build
 from windlass.config.plan import RunPlan
 from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.tensors import count_elements
 from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.sharded import Absent
@@ -298,7 +299,7 @@ class Rehearsal:
     def _facts(self, model: nn.Module) -> dict[str, Any]:
         plan, batch, services = self._plan, self.update.batches[0], self._request.services
         return {
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": count_elements(model.parameters()),
             "model": type(model).__name__,
             "samples": rows(batch),
             "positions": _positions(batch),

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from windlass.core.run_clock import seconds_since
+from windlass.core.tensors import count_elements
 
 
 def speed_metrics(
@@ -68,13 +69,20 @@ def count_flops(model: nn.Module) -> ModelFlops | None:
     chosen = getattr(getattr(config, "text_config", None) or config, "num_experts_per_tok", None)
     if chosen is not None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return None
-    tables = _weights_of(model, nn.Embedding) - _weights_of(model, nn.Linear)
-    multiplied = [p for p in model.parameters() if id(p) not in tables]
-    if not all(p.is_floating_point() for p in multiplied):  # several weights are packed into one number
+    parameters = multiplied(model)
+    if not all(p.is_floating_point() for p in parameters):  # several weights are packed into one number
         return None
-    trained = sum(p.numel() for p in multiplied if p.requires_grad)
-    frozen = sum(p.numel() for p in multiplied if not p.requires_grad)
+    trained = count_elements(p for p in parameters if p.requires_grad)
+    frozen = count_elements(p for p in parameters if not p.requires_grad)
     return ModelFlops(6.0 * trained + 4.0 * frozen, _attention(config))
+
+
+def multiplied(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that every position is multiplied with: all but embedding tables, which are looked up. A table
+    that is the weight of a layer too is one of them.
+    """
+    tables = _weights_of(model, nn.Embedding) - _weights_of(model, nn.Linear)
+    return [p for p in model.parameters() if id(p) not in tables]
 
 
 def _weights_of(model: nn.Module, kind: type[nn.Module]) -> set[int]:

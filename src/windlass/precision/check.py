@@ -48,11 +48,17 @@ def autocast_context(plan: PrecisionPlan, device: torch.device) -> Callable[[], 
     return partial(autocast, device.type, dtype)
 
 
-def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None) -> None:
-    """Check the precision. Raises ConfigError if the device lacks the dtype, float8 or TF32, or trained weights are
-    float16. `model`: one that is trained; None checks the device alone.
+def check_precision(
+    plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None, evaluated_in: str | None = None
+) -> None:
+    """Check the precision. Raises ConfigError if the device lacks a dtype, float8 or TF32, or trained weights are
+    float16.
+
+    Args:
+        model: one that is trained; None checks the device alone.
+        evaluated_in: the dtype to which evaluations cast weights, "bf16" or "fp16"; None if they do not.
     """
-    problems = [*_device_problems(plan, device)]
+    problems = [*_device_problems(plan, device, evaluated_in)]
     if model is not None:
         problems += _weight_problems(model.named_parameters())
         _warn_of_infinite_masks(model)
@@ -97,11 +103,11 @@ def apply_tf32(plan: PrecisionPlan) -> None:
         torch.backends.cudnn.allow_tf32 = plan.tf32
 
 
-def _device_problems(plan: PrecisionPlan, device: torch.device) -> list[Problem]:
+def _device_problems(plan: PrecisionPlan, device: torch.device, evaluated_in: str | None) -> list[Problem]:
     problems: list[Problem] = []
     if _any_device.get():
         return problems
-    wanted = {plan.compute: plan.compute, plan.full_eval: f"{plan.full_eval}_full_eval"}
+    wanted = {plan.compute: plan.compute, evaluated_in: f"{evaluated_in}_full_eval"}
     if "bf16" in wanted and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         name = torch.cuda.get_device_name(device)
         problems.append(Problem(wanted["bf16"], True, f"{name} has no bfloat16; use fp16 or fp32"))

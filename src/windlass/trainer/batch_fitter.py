@@ -260,14 +260,14 @@ def write_note(folder: Path, note: MemoryNote) -> None:
 def read_note(folder: Path, like: MemoryNote) -> dict[str, Any] | None:
     """The note of an earlier attempt with the same arguments as `like`, as plain data; None if there is none.
 
-    A damaged note is ignored with a warning: then the sizes are determined again.
+    One that is damaged or cannot be read is ignored with a warning: then the sizes are determined again.
     """
     path = folder / FILE_NAME
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         note = _checked(parse(Files().read(path, _LIMIT), str(path)))
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         job_logger.warning("%s: ignored, batch sizes will be found again", error)
         return None
     if note.asked != like.asked:

@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.core.module_state import bare
+from windlass.core.tensors import count_elements
 from windlass.core.whole_file import parse_json
 
 History = list[dict[str, Any]]
@@ -54,7 +55,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
     base = getattr(inner, "get_base_model", None)  # of a peft model
     return ModelFacts(
         kind=type(inner).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=count_elements(model.parameters()),
         library=library,
         tasks=_tasks(type(base() if callable(base) else inner).__name__),
         base=base_of(model),

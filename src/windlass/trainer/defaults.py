@@ -178,16 +178,6 @@ def last_callbacks(args: TrainingArguments) -> list[Any]:
     return [SamplesLog, PrinterCallback if args.disable_tqdm else bar]
 
 
-def multiplied_parameters(model: nn.Module) -> int:
-    """Parameters that take part in multiplications with every token: all but embedding tables, which are looked up. An
-    output layer that is tied to a table is left out with it.
-
-    Source: N of Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1.
-    """
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(p.numel() for p in model.parameters() if id(p) not in tables)
-
-
 def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
     """Return the value given under either of two names; raise ConfigError if the values differ."""
     if value is not None and old_value is not None and value is not old_value:

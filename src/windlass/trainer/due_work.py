@@ -176,7 +176,7 @@ class DueWork:
         """Return the metrics of an evaluation; None if it was abandoned, because the run is to end. Collective."""
         events = self._events
         # Before it: a callback may count evaluations, and the one that is abandoned must not count.
-        logged, states = len(events.state.log_history), events.copy_callback_states()
+        logged, put_back = len(events.state.log_history), events.remember_callbacks()
         try:
             with (
                 self._clock.within(EVALUATION),
@@ -187,7 +187,7 @@ class DueWork:
             pass
         # The resumed run starts it again, and reports everything again.
         del events.state.log_history[logged:]
-        events.handler.load_state_dict(states)
+        put_back()
         return None
 
     def _interruptible(self, batches: Iterable[Any]) -> Generator[Any, None, None]:

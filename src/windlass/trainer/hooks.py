@@ -153,6 +153,7 @@ class TrainHooks:
         training_step: `training_step` on one micro-batch, with the target count that it gets or None.
         overridden: the replaced methods that change the plan.
         absent: methods of other trainers that a script's way to save calls, and that this one does not have.
+        flops: the script's own `floating_point_ops`; None if that is the default.
         has_evaluation_data: there is an evaluation set, or a method of the script's own that may return one.
         rehearses: evaluation is Windlass's own, so that `rehearse` finds the names of its metrics.
         saves_own_way: a script's `_save` or `_save_checkpoint` takes part in saving.
@@ -172,6 +173,8 @@ class TrainHooks:
         self.training_step: TrainingStep = trainer.run_micro_step
         self.overridden = replaced(trainer, *WATCHED)
         self.absent = absent_in_save(trainer, owner)
+        own_flops = overrides(trainer, owner, "floating_point_ops")
+        self.flops: Callable[[Any], float] | None = trainer.floating_point_ops if own_flops else None
         own_evaluation = self.overridden & {"get_eval_dataloader", "evaluate"}
         self.has_evaluation_data = trainer.eval_dataset is not None or bool(own_evaluation)
         self.rehearses = not overrides(trainer, owner, "evaluate", "evaluation_loop")

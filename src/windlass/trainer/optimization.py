@@ -46,13 +46,14 @@ def new_optimizer(
     """
     cls, keywords = optimizer_factory(plan) if given is None else given
     kwargs = dict(keywords)
-    # As transformers reads them: "model" is what LOMO takes, "optimizer_dict" one optimizer for each parameter.
+    # As transformers reads them, the last of several: "model" is what LOMO takes, "optimizer_dict" has an optimizer of
+    # each parameter.
     own = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
     if own:
         if plan.groups or plan.layer_decay != 1:
             fix = "has no effect on an optimizer that is given its own parameters; leave one of them out"
             raise ConfigError(Problem("optim_groups", plan.groups or plan.layer_decay, fix))
-        return make_optimizer(own[0], cls, kwargs)
+        return make_optimizer(own[-1], cls, kwargs)
     groups = arranged(model, cls, parameter_groups(model, plan, decaying))
     if getattr(cls, "projects", False):
         groups = projected_groups(model, groups, plan.targets)

@@ -10,6 +10,7 @@ from torch import nn
 from windlass.core.events import TrainerState
 from windlass.core.module_state import bare
 from windlass.core.output import in_html
+from windlass.core.tensors import count_elements
 
 
 def facts(
@@ -17,8 +18,7 @@ def facts(
 ) -> dict[str, str]:
     """Return what a Trainer trains, on what, and how far it is. `others` come last."""
     parameters = [*model.parameters()]
-    total = sum(p.numel() for p in parameters)
-    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    total, trainable = count_elements(parameters), count_elements(p for p in parameters if p.requires_grad)
     found = {"model": f"{type(bare(model)).__name__} ({total:,} parameters, {trainable:,} trainable)"}
     for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
         if dataset is not None:

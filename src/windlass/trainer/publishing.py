@@ -75,15 +75,20 @@ def end_waits(handler: CallbackHandler) -> None:
 
 def opened(handler: CallbackHandler, all_ranks: Gang) -> None:
     """Create the repository that a run publishes in, on the main process. Collective. Raises ConfigError if the Hub
-    refuses it, or cannot be reached; the same on every rank.
+    refuses it, or cannot be reached; the same on every rank. What else fails there is a ConfigError on the others.
     """
+    failure: Exception | None = None
     problems: list[tuple[str, Any, str]] = []
     try:
         for callback in handler.of_kind(HubCallback) if all_ranks.rank == 0 else ():
             callback.publisher.open()
     except ConfigError as error:
-        problems = [(found.field, found.value, found.fix) for found in error.problems]
+        failure, problems = error, [(found.field, found.value, found.fix) for found in error.problems]
+    except Exception as error:  # such as a package that is not installed, or a disk that is full
+        failure, problems = error, [("push_to_hub", True, f"the main process cannot publish: {error}")]
     refused = all_ranks.broadcast_object(problems)
+    if failure is not None:
+        raise failure
     if refused:
         raise ConfigError(Problem(*found) for found in refused)
 

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
 from windlass.config.arguments import TrainingArguments
@@ -16,9 +18,10 @@ from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.output import say
 from windlass.core.run_clock import Moment
+from windlass.core.tensors import count_elements
 from windlass.core.types import EvalLoopOutput
 from windlass.core.whole_file import write_whole
-from windlass.metrics.speed import speed_metrics
+from windlass.metrics.speed import multiplied, speed_metrics
 from windlass.trainer.session import Session
 
 logger = get_logger(__name__)
@@ -56,6 +59,11 @@ def evaluation_speed(
     batches = math.ceil(samples / (args.eval_batch_size_of(ranks) * ranks))
     speed = speed_metrics(prefix, started, num_samples=samples, num_steps=batches)
     return speed if args.skip_memory_metrics else {**speed, **session.memory.report(stage, prefix)}
+
+
+def flops_per_position(model: nn.Module) -> int:
+    """FLOPs of a forward (2 for each parameter) and its backward (4), for each position of a batch."""
+    return 6 * count_elements(multiplied(model))
 
 
 def show_metrics(split: str, metrics: dict[str, Any]) -> None:

@@ -142,10 +142,11 @@ class RunCheckpoints:
         content, error = None, None
         # A part that fails to return its state must not leave other ranks waiting in the exchange below.
         try:
-            if manager.store.is_writer:
-                # Within training the folder must still be this run's; a save after it takes the lock again.
-                self._folder.confirm()
             content = self._content(manager.store, script).encoded()
+            if manager.store.is_writer:
+                # Within training the folder must still be this run's; a save after it takes the lock again. Only now:
+                # other ranks may have waited for this one in the exchanges of the lines above.
+                self._folder.confirm()
         except BaseException as raised:
             error = raised
         # Small files are first written into the system's temporary folder, which may be full.
@@ -239,13 +240,13 @@ class RunCheckpoints:
             optimizer, in_parts = self._context.built.executor.optimizer, files.strategy.saves_parts
             shared["optimizer"], divided = saved_optimizer(optimizer, files.model, in_parts)
             spread |= {"optimizer": divided} if in_parts else {}
+        state = self._events.saved_state()  # whose averages of sharded weights are gathered
         # Nothing below is collective: a part that fails to return its state must not leave other ranks waiting.
         of_run, of_rank = states_of(() if self._plan.model_only else self.parts)
         own = Content(
             per_rank=of_rank,
             parts=[parts_of_rank(*item, self._all_ranks, disks.members) for item in spread.items()],
         )
-        state = self._events.saved_state()
         if not store.is_writer:
             return own
         history = self.history.plan(state)

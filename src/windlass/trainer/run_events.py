@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.samples_log import Samples, SamplesLog
+from windlass.callbacks.saved_state import export_states, import_states
 from windlass.callbacks.weight_averaging import SWACallback
 from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import CONTROL_FLAGS, RunProgress, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.run_clock import CALLBACKS, EXCHANGE, run_clock
-from windlass.core.types import State
 from windlass.trainer.plans import Plans
 from windlass.trainer.session import Session
 
@@ -136,15 +137,17 @@ class Events(RunProgress):
         """Restore the states of callbacks from the adopted state."""
         self.handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
 
-    def copy_callback_states(self) -> State:
-        """Copies of the states of callbacks; empty if they cannot be copied, and so not saved either: a save reports
-        it.
+    def remember_callbacks(self) -> Callable[[], None]:
+        """Return what puts the states of callbacks back as they are now, after an evaluation. Averages of weights are
+        left out: evaluations do not change them, and a copy would need the memory of the model.
         """
+        callbacks = [one for one in self.handler.callbacks if not isinstance(one, SWACallback)]
         try:
-            return copy.deepcopy(self.handler.state_dict())
-        except Exception as error:
+            states = copy.deepcopy(export_states(callbacks))
+        except Exception as error:  # so it is not saved either: a save reports it
             logger.debug("states of callbacks cannot be copied: %r", error)
-            return {}
+            return lambda: None
+        return partial(import_states, callbacks, states, restore_args=False)
 
     def roll_back_metrics_log(self) -> None:
         for log in self.handler.of_kind(MetricsLogCallback):

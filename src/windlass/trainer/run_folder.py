@@ -13,11 +13,12 @@ from windlass.checkpoint.remote import check_remote
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.whole_file import OutputFolder, write_whole
 from windlass.dist.gang import Gang
+from windlass.trainer.session import together
 
 logger = get_logger(__name__)
 
@@ -55,8 +56,13 @@ class RunFolder:
             logger.error("%s. The run's files are in %s", error.strerror or error, self.path)
 
     def warn_of_earlier_run(self) -> None:
-        """Warn, on the main process, if the folder holds checkpoints of another run."""
-        earlier = open_store(self._place).committed() if self._all_ranks.rank == 0 else []
+        """Warn, on the main process, if the folder holds checkpoints of another run. Collective. Raises CheckpointError
+        if that cannot be seen; the same on every rank.
+        """
+        looks, errors = self._all_ranks.rank == 0, (CheckpointError, OSError)
+        earlier = together(
+            self._all_ranks, lambda: open_store(self._place).committed() if looks else [], errors
+        )
         if earlier:
             newest, others = earlier[-1].path.name, len(earlier) - 1
             logger.warning(

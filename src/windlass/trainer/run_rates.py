@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import NamedTuple
 
 import torch
 
@@ -22,14 +21,6 @@ from windlass.trainer.run_context import RunContext
 _MEMORY_SECONDS = 1.0  # between two readings of the process's memory, which are files of the system
 
 
-class RunCounts(NamedTuple):
-    """What was trained on, over all ranks."""
-
-    samples: float
-    tokens: float
-    positions: float
-
-
 class RunRates:
     """Counts what a run does between two reports.
 
@@ -44,14 +35,10 @@ class RunRates:
         self._flops = count_flops(model)
         peak = device_peak(self._device, _dtype(context, model))
         self._peak = None if peak is None or self._flops is None else peak * self._ranks
-        self._reported = RunCounts(0.0, 0.0, 0.0)
+        self._reported = (0.0, 0.0, 0.0)
         self._interval = Interval({}, 0.0, 0.0)
         self._memory: dict[str, float] = {}
         self._memory_at = float("-inf")
-
-    def begin(self, counts: RunCounts) -> None:
-        """Begin the first interval, with the counts that a checkpoint brought."""
-        self._reported = counts
 
     def end_interval(self) -> list[float]:
         """End the interval of a report. Return what this rank sends to the others: its own work, at its place."""
@@ -60,16 +47,15 @@ class RunRates:
             return []
         return [self._interval.own if rank == self._rank else 0.0 for rank in range(self._ranks)]
 
-    def take(self, own: list[float], counts: RunCounts) -> dict[str, float]:
+    def take(self, own: list[float], counts: tuple[float, float, float]) -> dict[str, float]:
         """Return the values of the interval, and begin the next one.
 
         Args:
             own: the seconds that each rank worked by itself; empty with one rank.
-            counts: up to now.
+            counts: the samples, tokens and positions of this session up to now, over all ranks.
         """
-        # A rollback takes tokens and positions back.
         samples, tokens, positions = (
-            max(now - before, 0.0) for now, before in zip(counts, self._reported, strict=True)
+            now - before for now, before in zip(counts, self._reported, strict=True)
         )
         self._reported = counts
         seconds, training = self._interval.seconds, self._interval.training

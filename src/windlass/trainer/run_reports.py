@@ -17,11 +17,11 @@ from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.ledger import Ledger
 from windlass.metrics.speed import speed_metrics
 from windlass.precision.dtypes import dtypes_of, weights_of
-from windlass.trainer.defaults import multiplied_parameters
 from windlass.trainer.expert_load import ExpertLoad
 from windlass.trainer.predicted_peak import PredictedPeak
+from windlass.trainer.reports import flops_per_position
 from windlass.trainer.run_context import RunContext
-from windlass.trainer.run_rates import RunCounts, RunRates
+from windlass.trainer.run_rates import RunRates
 from windlass.transforms.compile import CompileCounts
 
 logger = get_logger(__name__)
@@ -41,10 +41,11 @@ class RunReports:
         self._plan, self._events, self._ledger = context.plan, context.events, ledger
         self._state = context.events.state
         self._model, self._schedule = context.files.model, context.built.schedule
-        # 2 for the forward and 4 for the backward of each parameter; see `multiplied_parameters`.
-        self._flops_per_position = 6 * multiplied_parameters(self._model)
+        self._flops_per_position = flops_per_position(self._model)
         self._rates, self._predicted = RunRates(context), PredictedPeak(context)
-        self._record, self._samples, self._updates = record, 0.0, 0
+        self._record, self._updates = record, 0
+        # The samples, tokens and positions of this call, over all ranks.
+        self._counted = (0.0, 0.0, 0.0)
         self.counts, self.began = {"from_step": 0, "seconds": 0.0, "samples": 0.0}, time.monotonic()
         plan = context.plan
         self._compiled = None if plan.transforms.compile is None else CompileCounts()
@@ -84,33 +85,29 @@ class RunReports:
 
     def count(self, batch: UpdateBatch) -> None:
         """Count the data of an update, applied or skipped."""
-        self._samples += batch.total_samples
+        samples, tokens, positions = self._counted
+        self._counted = samples + batch.total_samples, tokens + batch.tokens, positions + batch.positions
         self.counts["samples"] += batch.total_samples
         self._updates += 1
         if self.experts.layers:
             self.experts.end_update()
         self._state.num_input_tokens_seen += int(batch.tokens)
-        self._state.total_flos += float(self._flops_per_position * batch.positions)
+        own = batch.flops
+        self._state.total_flos += float(self._flops_per_position * batch.positions if own is None else own)
 
     def progress(self) -> dict[str, Any]:
         """The losses since the last report; empty if there were no updates."""
         if not self._ledger.pending:
             return {}
         report = self._ledger.read(self._rates.end_interval())
-        run_clock().row = self._rates.take(self._ledger.shared, self._run_counts())
+        run_clock().row = self._rates.take(self._ledger.shared, self._counted)
         self.load_watch.look(training=True)
-        self._events.count_samples(self._samples)
+        self._events.count_samples(self._counted[0])
         rates = self._schedule.last_lrs()
         logs = {**report, "learning_rate": rates[0] if rates else 0.0, **self.experts.read()}
         if self._ledger.skipped:
             logs["skipped_updates"] = self._ledger.skipped
         return logs
-
-    def _run_counts(self) -> RunCounts:
-        each = self._flops_per_position
-        # Counted by the FLOPs of the state, which a checkpoint restores and a rollback takes back.
-        positions = self._state.total_flos / each if each else 0.0
-        return RunCounts(self._samples, self._state.num_input_tokens_seen, positions)
 
     def begin(self, saved: Any, data: Callable[[], Mapping[str, Any]]) -> None:
         """Continue the counts `saved` of a checkpoint; without them, count from the present step on. `data` returns
@@ -119,7 +116,6 @@ class RunReports:
         step = self._state.global_step
         self.counts = dict(saved) if has_counts(saved) else {**self.counts, "from_step": step}
         self.began = time.monotonic()
-        self._rates.begin(self._run_counts())
         self._record.begin(step, self._state.max_steps, self.counts, data)
 
     def loss_decided(self, facts: Mapping[str, Any]) -> None:
@@ -145,7 +141,7 @@ class RunReports:
         """Speed, FLOPs, mean loss, memory and compilations of the whole run."""
         self._ledger.read()  # updates since the last report, so that the mean loss covers all
         metrics: dict[str, float] = speed_metrics(
-            "train", started, num_samples=self._samples, num_steps=self._updates
+            "train", started, num_samples=self._counted[0], num_steps=self._updates
         )
         metrics["total_flos"] = self._state.total_flos
         metrics["train_loss"] = self._ledger.mean_loss()

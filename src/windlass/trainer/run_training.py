@@ -57,7 +57,7 @@ class RunTraining(LoopHooks):
         inputs = InputCounter(main_input, context.plan.reports.tokens, pad_token)
         faults = context.services.faults
         check = partial(_check_batches, faults) if faults.checks_ahead else None
-        self.counts = Counts(hooks.loss.count_targets, inputs, self._signals.own, check)
+        self.counts = Counts(hooks.loss.count_targets, inputs, self._signals.own, check, hooks.flops)
 
     # --- from beginning to end --------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def open_accelerator(session: Session, plans: Plans) -> tuple[TrainerEngine, Acc
     """Return the engine to which runs attach, and the accelerator of a Trainer on it."""
     given, precision = plans.args, plans.present.precision
     config = read(given.accelerator_config)
-    check_precision(precision, session.device)
+    check_precision(precision, session.device, evaluated_in=plans.present.evaluations.cast)
     autocast = autocast_context(precision, session.device)
     engine = TrainerEngine(lambda: plans.present.dist, autocast)
     accumulation = config.accumulation(given.gradient_accumulation_steps)

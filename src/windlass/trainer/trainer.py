@@ -17,6 +17,7 @@ from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_verbosity
 from windlass.core.run_clock import Moment, run_clock
+from windlass.core.tensors import count_elements
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.core.world import world_from_environment
@@ -775,7 +776,7 @@ class Trainer:
 
     def get_num_trainable_parameters(self) -> int:
         """The number of elements of all parameters that are trained."""
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return count_elements(p for p in self.model.parameters() if p.requires_grad)
 
     def _get_learning_rate(self) -> float:
         """The learning rate of the first group, for reports."""
@@ -1016,20 +1017,19 @@ class Trainer:
             self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """FLOPs of one forward and backward: 6 x parameters x tokens, or the model's own estimate if it has one.
+        """FLOPs of one forward and backward: 6 x parameters x tokens. Override it for another estimate, which
+        `state.total_flos` adds up.
 
-        Parameters of embedding tables are not counted: they are looked up, not multiplied.
+        Parameters of embedding tables are not counted: they are looked up, not multiplied. A table that is the weight
+        of the output layer too is counted once; transformers leaves it out.
 
         Args:
             inputs: a batch; its tokens are the elements of the model's main input. Without that input the result is 0.
 
         Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1.
         """
-        own = getattr(self.model, "floating_point_ops", None)
-        if callable(own):
-            return int(own(inputs))
         main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 0 if main is None else 6 * defaults.multiplied_parameters(self.model) * int(main.numel())
+        return 0 if main is None else reports.flops_per_position(self.model) * int(main.numel())
 
     # --- files and the Hub --------------------------------------------------------------------------------------------
 

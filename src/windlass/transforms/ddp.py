@@ -23,7 +23,7 @@ from windlass.dist.sharded import is_sharded
 from windlass.transforms.buffers import ForwardState, broadcast, is_ordinary, shared_buffers
 from windlass.transforms.comm_hooks import Compression
 from windlass.transforms.recompute import recomputes_reentrantly
-from windlass.transforms.strategy import Strategy, device_of
+from windlass.transforms.strategy import Strategy, device_of, unfrozen
 from windlass.transforms.unused import ReachedParameters
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that the wrapper ignores
@@ -101,6 +101,10 @@ class DataParallel(Strategy):
         _settle(self._wrapper)
         self._compression = Compression(self._wrapper, plan)
         self._seen = 0
+        left_out = self._wrapper.parameters_to_ignore
+        self._frozen = [
+            p for name, p in module.named_parameters() if not p.requires_grad and name not in left_out
+        ]
         # Under either option PyTorch finds unused parameters itself; otherwise the first update is checked.
         watched = not (self._wrapper.find_unused_parameters or plan.static_graph)
         self._watch = ReachedParameters(module, self._wrapper) if watched else None
@@ -122,6 +126,8 @@ class DataParallel(Strategy):
                 "the one that `prepare` returned), not the bare one"
             )
         self._seen = self._wrapper.forwards
+        if any(p.requires_grad for p in self._frozen):
+            raise unfrozen()
 
     def check_used(self) -> None:
         if self._watch is not None and self._watch.seen:

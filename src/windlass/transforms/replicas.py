@@ -17,7 +17,7 @@ from windlass.core.errors import ModelError, refuse
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
 from windlass.transforms.buffers import ForwardState, broadcast
-from windlass.transforms.strategy import Strategy, device_of, options_of_ddp
+from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, unfrozen
 from windlass.transforms.wrapping import listed
 
 
@@ -70,6 +70,8 @@ class Replicas(Strategy):
             self._recorded.append(parameter)
             yield parameter
             return
+        if id(parameter) not in self._names:
+            raise unfrozen()
         self._ready.add(id(parameter))
         while self._next < len(self._order) and id(self._order[self._next]) in self._ready:
             yield self._reduce_next()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
-from windlass.core.errors import Problem
+from windlass.core.errors import ModelError, Problem
 from windlass.core.module_state import bare, state_of
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole_on_first
@@ -225,6 +225,15 @@ _OF_DDP = {
     "broadcast_buffers": "ddp_broadcast_buffers",
     "comm_wrapper": "comm_wrapper",
 }
+
+
+def unfrozen() -> ModelError:
+    """The error of a parameter that requires gradients only since replicas were made."""
+    return ModelError(
+        "parameters that were frozen when the run began require gradients now, and these would not be averaged over "
+        "ranks: let them require gradients before train(), in a group of the optimizer whose learning rate is 0 until "
+        "they are to be trained"
+    )
 
 
 def options_of_ddp(plan: DistPlan, fix: str, besides: str) -> list[Problem]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from windlass.config.deepspeed import file_folders, value_at
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.tensors import elements_of
 from windlass.core.whole_file import NO_FOLLOW
 
 # Bytes of a rank's part of a parameter from which DeepSpeed keeps it in a file.
@@ -77,21 +78,17 @@ def check_buffers(module: nn.Module, config: Mapping[str, Any], ranks: int) -> N
     size, count = section.get("buffer_size", 100_000_000), section.get("buffer_count", 5)
     path = "deepspeed.zero_optimization.offload_param"
     for name, parameter in module.named_parameters():
-        part = -(-_numel(parameter) // ranks)
+        part = -(-elements_of(parameter) // ranks)
         if part > size:
             fix = f"is less than the {part} elements of a rank's part of {name}; set it to {part} or more"
             raise ConfigError(Problem(f"{path}.buffer_size", size, fix))
     for name, layer in module.named_modules():
         at_once = sum(
-            _numel(p) // ranks * p.element_size() >= _LEAST for p in layer.parameters(recurse=False)
+            elements_of(p) // ranks * p.element_size() >= _LEAST for p in layer.parameters(recurse=False)
         )
         if at_once > count:
             fix = f"is less than the {at_once} large parameters of {name or 'the model'}; set it to {at_once} or more"
             raise ConfigError(Problem(f"{path}.buffer_count", count, fix))
-
-
-def _numel(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 class ParamFiles:
