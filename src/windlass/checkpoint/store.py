@@ -37,6 +37,8 @@ _Paths = list[Path]
 _Skipped = list[tuple[Path, str]]  # where, and why it is not whole
 _Order = tuple[int, int]  # serial and step
 _T = TypeVar("_T")
+# How names begin of folders that interrupted saves and replacements leave.
+LEFTOVERS = ("tmp-", "replaced-")
 
 
 def no_checkpoint(where: str, skipped: str = "") -> str:
