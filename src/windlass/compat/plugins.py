@@ -243,7 +243,7 @@ class ParallelismConfig(Options, Plugin):
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
-        from windlass.dist.process_groups import wait_as_the_job
+        from windlass.dist.gang import current
 
         mesh = init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names)
         joint = {
@@ -253,7 +253,7 @@ class ParallelismConfig(Options, Plugin):
         }
         flat = [mesh[tuple(axes)]._flatten(name) for name, axes in joint.items() if axes]
         for group in (*mesh.get_all_groups(), *(one.get_group() for one in flat)):
-            wait_as_the_job(group)
+            current().limit(group)
         return mesh
 
     def _contradictions(self) -> Iterator[Problem]:

@@ -45,12 +45,9 @@ class ProcessGroups:
         """A group of these ranks, in ascending order, on the default backend. Collective among them alone."""
         return dist.new_group(ranks, self.timeout, use_local_synchronization=True)
 
-
-def wait_as_the_job(group: Any) -> None:
-    """Let the collectives of `group`, which others opened, wait as long as those of the default group: torch gives each
-    new group a timeout of its own.
-    """
-    job: Any = dist.group.WORLD
-    if group is not job:
-        timeout = job._get_backend(job._device_types[0]).options._timeout
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    def limit(self, group: Any) -> None:
+        """Let the collectives of a group that others opened wait as long as those of these groups: torch gives each new
+        group a timeout of its own.
+        """
+        if group is not dist.group.WORLD:  # the script may have opened that one, with its timeout
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
