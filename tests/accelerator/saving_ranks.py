@@ -186,6 +186,25 @@ def failed_on_one() -> None:
     accelerator.wait_for_everyone()
 
 
+class FailsOnOne:
+    """A script's object that has a state on the first rank alone."""
+
+    def state_dict(self) -> dict[str, int]:
+        if RANK == 1:
+            raise KeyError("no state here")
+        return {"seen": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def failed_to_return_its_state(kind: str) -> None:
+    """What a rank cannot return must not leave the other one in an exchange of the optimizer's shards."""
+    accelerator, _ = trained(True, kind)
+    accelerator.register_for_checkpointing(FailsOnOne())
+    with pytest.raises(KeyError if RANK == 1 else CheckpointError, match=r"no state here|another rank"):
+        accelerator.save_state(FOLDER / f"failing-{kind}" / "state")
+
+
 def adapters(shard: bool) -> None:
     accelerator, model = make(shard, WHOLE), adapted()
     model = accelerator.prepare(model)
@@ -212,5 +231,7 @@ for together in (False, True):
     behind_a_url(together)
 committed_when_all_have_written()
 failed_on_one()
+for layout in (WHOLE, PARTS):
+    failed_to_return_its_state(layout)
 print("SAVED ON ALL")
 Accelerator(cpu=True).end_training()

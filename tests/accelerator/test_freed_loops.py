@@ -49,6 +49,24 @@ def test_all_is_freed_with_the_accelerator(options: str, tmp_path: Path) -> None
     assert [type(one).__name__ for reference in found if (one := reference()) is not None] == []
 
 
+class Renamed(nn.Linear):
+    """A model that customizes its state, which is tried once before it is saved."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Renamed])
+def test_a_saved_model_is_freed_with_what_was_prepared(kind: type[nn.Linear], tmp_path: Path) -> None:
+    accelerator, model = Accelerator(cpu=True), kind(3, 1)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.save_state(tmp_path / "state")
+    found = weakref.ref(model)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    assert found() is None
+
+
 def test_an_optimizer_steps_after_its_accelerator_was_dropped() -> None:
     accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))

@@ -118,6 +118,15 @@ def test_a_save_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:
     assert same(weights(fresh), weights(loop))
 
 
+@pytest.mark.parametrize("prefix", ["tmp-", "replaced-"])
+def test_a_name_that_another_save_would_remove_is_refused(tmp_path: Path, prefix: str) -> None:
+    loop = Loop()
+    with pytest.raises(ConfigError, match=f"output_dir='{prefix}best': a save of 'best' removes folders"):
+        loop.accelerator.save_state(tmp_path / f"{prefix}best")
+    loop.accelerator.save_state(tmp_path / "best")
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
 def test_nothing_is_pickled(tmp_path: Path) -> None:
     loop = Loop()
     loop.run(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 from tests.dist.launch import launch
 
 from windlass import utils
@@ -36,6 +36,8 @@ from windlass.config.loop_options import (
 )
 from windlass.config.values import stated
 from windlass.core.errors import ConfigError
+from windlass.core.world import World
+from windlass.dist.gang import join, leave
 
 peers = pytest.importorskip("accelerate.utils.dataclasses")
 Peer = pytest.importorskip("accelerate", minversion="1.10").ParallelismConfig
@@ -385,7 +387,7 @@ def test_a_mesh_needs_the_type_of_its_devices() -> None:
 @pytest.mark.dist
 def test_meshes_beside_accelerate(tmp_path: Path) -> None:
     ranks = Path(__file__)
-    assert launch(2, ranks, tmp_path / "meeting").count("the meshes are right") == 2
+    assert launch(4, ranks, tmp_path / "meeting").count("the meshes are right") == 4
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -397,18 +399,13 @@ def axes(mesh: Any, names: list[str]) -> dict[str, list[int]]:
 
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{sys.argv[1]}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
+    join(World(rank, world, rank, world), torch.device("cpu"), 60, init_method=f"file://{sys.argv[1]}")
     for sizes, joint in (
-        ({"dp_shard_size": 2}, ["dp", "dp_cp", "dp_shard_cp"]),
-        ({"dp_replicate_size": 2}, ["dp", "dp_cp"]),
-        ({"tp_size": 2}, []),
-        ({"cp_size": 2}, ["dp_cp", "dp_shard_cp"]),
+        ({"dp_shard_size": 4}, ["dp", "dp_cp", "dp_shard_cp"]),
+        ({"dp_replicate_size": 4}, ["dp", "dp_cp"]),
+        ({"tp_size": 4}, []),
+        ({"cp_size": 4}, ["dp_cp", "dp_shard_cp"]),
+        ({"dp_shard_size": 2, "tp_size": 2}, ["dp", "dp_cp", "dp_shard_cp"]),
     ):
         ours, theirs = ParallelismConfig(**sizes), Peer(**sizes)  # type: ignore[arg-type]
         mesh, peer = ours.get_device_mesh("cpu"), theirs.get_device_mesh("cpu")
@@ -416,9 +413,12 @@ def main() -> None:
         names = [*mesh.mesh_dim_names, *joint]
         assert axes(mesh, names) == axes(peer, names)
         assert ours.get_device_mesh() is ours.get_device_mesh("cpu") is mesh
+        for name in names:  # as long as those of the job
+            backend = mesh[name].get_group()._get_backend(torch.device("cpu"))
+            assert backend.options._timeout == timedelta(seconds=60), name
     assert ParallelismConfig().build_device_mesh("cpu") is None
     assert ParallelismConfig(sp_size=2).build_device_mesh("cpu") is None
-    dist.destroy_process_group()
+    leave()
     print("the meshes are right")
 
 

@@ -34,7 +34,16 @@ class MaskedCollator:
         return torch.rand((), generator=self.generator).item()
 
 
-@pytest.mark.parametrize("wrap", [lambda c: c, lambda c: ColumnCollator(c, ["x"])])
+class WithHelper(MaskedCollator):
+    def collate(self, samples: list[int]) -> float:
+        return super().__call__(samples)
+
+    __call__ = collate
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda c: c, lambda c: ColumnCollator(c, ["x"]), lambda c: WithHelper(c.seed)]
+)
 @pytest.mark.parametrize("source", [Numbers, lambda count: Stream(Numbers(count))])
 def test_a_collators_own_generator_is_seeded_by_position(wrap: Any, source: Any) -> None:
     def noises(seed: int, consumed: int) -> list[float]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.cases import train_loader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from windlass.config.plan import BatchPlan
@@ -61,6 +62,25 @@ def test_a_users_generator_gives_its_own_first_order_and_resumes(said: pytest.Lo
     assert numbers(resumed, 1) == second[4:]
     assert first == own
     assert "reading 4 batches of DataLoader again" in said.text
+
+
+def test_a_second_run_with_the_same_loader_finds_the_seed_of_the_script() -> None:
+    loader = shuffled(generator=torch.Generator().manual_seed(3))
+    sampler = RandomSampler(range(11), generator=torch.Generator().manual_seed(3))
+
+    def epochs() -> list[Any]:
+        foreign, own = ForeignLoader(loader, PLAN), train_loader(range(11), 2, sampler=sampler)
+        return [(numbers(foreign), numbers_of(own)) for _ in range(3)]
+
+    def numbers_of(own: Any) -> list[Any]:
+        return [group.ids for group in own.groups()]
+
+    first = epochs()
+    assert epochs() == first
+    assert loader.generator is not None
+    loader.generator.manual_seed(4)
+    seeded = [x.tolist() for (x,) in shuffled(generator=torch.Generator().manual_seed(4))]
+    assert numbers(ForeignLoader(loader, PLAN), 1) == seeded
 
 
 def test_a_generator_within_a_batch_sampler_is_a_function_of_the_epoch() -> None:

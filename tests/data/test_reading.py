@@ -240,3 +240,52 @@ def test_a_bookmark_survives_a_look_at_streams_that_share_their_nodes() -> None:
     read.clear()
     assert groups_of([resumed], 1)[0][0] == [20, 21, 22, 23]
     assert len(read) <= COUNT - 8 - 20 + SHARD
+
+
+class Staged(torch.utils.data.IterableDataset[Any]):
+    """Samples of the present epoch. `__iter__` draws before the first one, so a pass that is entered in the middle
+    draws other numbers; its state is where it is, not where it began.
+    """
+
+    epoch, at, start = 0, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        random.random()
+        for i in range(start, 20):
+            self.at = i + 1
+            yield i, self.epoch, random.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
+@given(size=st.integers(1, 4), steps=st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=6))
+def test_one_stream_may_be_resumed_again_and_evaluated_in_between(
+    size: int, steps: list[tuple[int, bool]]
+) -> None:
+    """As in a notebook, where a run is stopped and resumed with the same objects."""
+    dataset, found, state = Staged(), list[Any](), None
+    for stop, evaluates in [*steps, (99, False)]:
+        loader = train_loader(dataset, size)
+        if state is not None:
+            loader.load_state_dict(as_saved(state))
+        for _, group in zip(range(stop), loader.groups(), strict=False):
+            found += group.batches
+            state = group.position
+            if evaluates:
+                list(loader)
+    expected = [batch for epoch in range(8) for batch in epoch_of(epoch, size)]
+    assert found == expected[: len(found)]
+
+
+def epoch_of(epoch: int, size: int) -> list[Any]:
+    loader = train_loader(Staged(), size)
+    loader.set_epoch(epoch)
+    return [batch for group in loader.groups() for batch in group.batches]

@@ -37,10 +37,13 @@ def logits(model: Any) -> torch.Tensor:
         return model(ids()).logits
 
 
-def test_a_merged_model_computes_the_same(tmp_path: Path) -> None:
+def test_a_merged_model_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose base was a relative path, merged in another working directory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = trained(tmp_path / "run", small.saved(tmp_path / "base"))
+    monkeypatch.chdir(tmp_path)
+    model = trained(tmp_path / "run", Path(small.saved(tmp_path / "base")).name)
+    monkeypatch.chdir(tmp_path / "run")
     assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert torch.allclose(logits(merged), logits(model), atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from tests.laws.source import ROOT
 
 UPDATE_FILES, UPDATE_CALLS = 30, 86
-SAVE_FILES = 46
+SAVE_FILES = 45
 
 
 @pytest.fixture(scope="module")

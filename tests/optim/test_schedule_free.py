@@ -89,6 +89,17 @@ def test_an_average_that_has_no_weight_is_refused_before_training(cls: Any, opti
         cls([torch.nn.Parameter(torch.ones(2))], **options)
 
 
+def test_a_silent_phase_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"adam_beta2\) must be above 0.6, or no update is ever made"):
+        ScheduleFreeRAdam([torch.nn.Parameter(torch.ones(2))], betas=(0.9, 0.6))
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = ScheduleFreeRAdam([weight], betas=(0.9, 0.61))
+    for _ in range(20):
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    assert weight.tolist() != [1, 1]
+
+
 def test_an_update_in_evaluation_mode_is_refused() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = ScheduleFreeSGD([weight])

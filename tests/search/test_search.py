@@ -93,6 +93,15 @@ def test_the_best_and_its_run(tmp_path: Path) -> None:
     assert len(picture.findall(".//{*}circle")) == 2 * len(trials)
 
 
+def test_a_picture_that_cannot_be_written_does_not_fail_the_search(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "search.svg").mkdir()
+    best = trainer_of(tmp_path).hyperparameter_search({"learning_rate": [0.1]}, n_trials=1, backend="grid")
+    assert best.hyperparameters == {"learning_rate": 0.1}
+    assert "the picture of the trials was not written" in caplog.text
+
+
 @pytest.mark.skipif(not is_available("optuna"), reason="needs optuna")
 def test_optuna_tells_nothing_of_a_study_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     import optuna

@@ -83,6 +83,43 @@ class Normed(Net):
         return super().forward(x - self.mean, labels)
 
 
+class Late(Net):
+    """Running statistics that its state dict leaves out, from the fourth update on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if self.training and torch.is_grad_enabled():
+            self.count += 1
+            if self.count > 3:
+                self.mean.lerp_(x.mean(0), 0.1)
+        return super().forward(x - self.mean, labels)
+
+
+class Rotated(Net):
+    """A rotation of transformers whose frequencies are those of the longest row, until a short one comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        sizes = {"hidden_size": 4, "num_attention_heads": 1, "max_position_embeddings": 8}
+        self.rotation = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=rope))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if self.training and torch.is_grad_enabled():
+            self.count += 1
+        length = (9, 9, 20, 16, 12, 5)[int(self.count) % 6]
+        cosine, _ = self.rotation(x, torch.arange(length)[None])
+        return super().forward(x * cosine[0, -1], labels)
+
+
 class Growing(Net):
     """A buffer that grows in each update, which a method gives the size of the saved one before it is loaded."""
 
@@ -119,6 +156,8 @@ CASES: dict[str, Any] = {
     "extra bytes": lambda: Scaled("bytes"),
     "extra tensor": lambda: Scaled("tensor"),
     "normed": Normed,
+    "late": Late,
+    "rotated": Rotated,
 }
 
 

@@ -101,6 +101,20 @@ def test_a_base_that_a_callback_changes_between_saves_has_another_fingerprint(tm
     load_adapter(tmp_path / "checkpoint-3", trainer.model, {"weights": saved[2], "buffers": {}})
 
 
+def test_buffers_that_were_not_saved_or_have_another_shape_are_refused(folder: Path) -> None:
+    model, place = adapted(), folder / "clean"
+    model.base_model.model.register_buffer("mean", torch.zeros(2))
+    adapter, name = find_adapter(model), "base_model.model.mean"
+    assert adapter is not None
+    base_state: dict[str, Any] = {"weights": adapter.fingerprint(), "buffers": {}}
+    with pytest.raises(CheckpointError, match=f"1 are buffers that were not saved: {name}"):
+        load_adapter(place, model, base_state)
+    with pytest.raises(CheckpointError, match=f"1 are buffers of another shape: {name}"):
+        load_adapter(place, model, {**base_state, "buffers": {name: torch.ones(())}})
+    load_adapter(place, model, {**base_state, "buffers": {name: torch.ones(2)}})
+    assert model.base_model.model.mean.tolist() == [1.0, 1.0]
+
+
 def test_a_model_without_the_adapter_is_told(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="put the same adapter on the model"):
         load_adapter(folder / "clean", base(), None)

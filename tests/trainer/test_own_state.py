@@ -29,6 +29,17 @@ def test_a_resumed_run_ends_with_the_same_bits(case: str, tmp_path: Path) -> Non
     assert digest(resumed.model) == digest(clean.model)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_script_that_trains_again_from_a_checkpoint_ends_with_the_same_bits(
+    case: str, tmp_path: Path
+) -> None:
+    """The model has what the first run left in it."""
+    clean = fit(CASES[case](), tmp_path)
+    expected = digest(clean.model)
+    again = fit(clean.model, tmp_path, resume=str(tmp_path / "checkpoint-3"))
+    assert digest(again.model) == expected
+
+
 def test_the_best_model_is_loaded_through_the_models_own_method(tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, **CONSTANT}
     trainer = fit(Copied(), tmp_path, **best, metric_for_best_model="loss", greater_is_better=True)

@@ -1,4 +1,4 @@
-"""Models that are divided already when they are placed, and drawn models that are replicated or sharded."""
+"""Models that are divided already when they are placed, and drawn models in each way to spread them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def test_a_model_that_was_divided_before_is_refused_with_the_way_out(tmp_path: P
 )
 def test_drawn_models_train_as_in_one_process(kind: str, ranks: int, first: int, last: int) -> None:
     launch(ranks, Path(__file__).with_name("drawn_spread_ranks.py"), kind, first, last)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("ranks", "first", "last"),
+    [(2, 0, 12), *(pytest.param(n, 12, 60, marks=pytest.mark.slow) for n in (2, 3, 4))],
+)
+def test_drawn_models_whose_layers_are_divided_train_as_in_one_process(
+    ranks: int, first: int, last: int
+) -> None:
+    launch(ranks, Path(__file__).with_name("drawn_layers_ranks.py"), first, last)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

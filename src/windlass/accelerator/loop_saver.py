@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.opening import open_on_all, open_store
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import RunLock
-from windlass.checkpoint.store import Store
+from windlass.checkpoint.store import LEFTOVERS, Store
 from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
 from windlass.core.locations import is_url, local_folder, parent_of
@@ -76,9 +76,11 @@ class LoopSaver:
         self._check_options(safe_serialization, save_model_func_kwargs)
         self._warn_of_unfinished_update()
         self.finish()
+        # Its lock would refuse this save, which is of the same loop.
         self._release()  # if Ctrl-C came between the end of the last save and this
         numbered, step = self._project.automatic_checkpoint_naming, self._project.iteration
         place = self._places.find(None if numbered else output_dir, "output_dir")
+        refuse(place.objections())
         manager, shown = self._places.to_write(place), place.shown(step)
         saver = Saver(manager, self._all_ranks, self._memory, SeenCommit())
         # Two loops never save to the same folder at the same time.
@@ -144,7 +146,10 @@ class LoopSaver:
             self._under_way = None
 
     def release_memory(self) -> None:
-        """Free the host memory of copies; a save in the background keeps its copy until it ends."""
+        """Release the models, and free the host memory of copies; a save in the background keeps its copy until it
+        ends.
+        """
+        self._content.forget()
         self._memory.free()
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -177,7 +182,9 @@ class LoopSaver:
     def _write(self, saver: Saver, step: int, background: bool, ended: Ended) -> None:
         """Write the checkpoint, or start writing it."""
         store = saver.manager.store
-        # If one process fails to read a state, the others must not wait for it.
+        # If one process fails to read a state, the others must not wait for it: nor those that gather shards, which
+        # follows.
+        store.on_all_ranks(step, self._prepared.check_restorable)
         models, states = store.on_all_ranks(
             step,
             lambda: (
@@ -261,6 +268,13 @@ class StatePlace:
         """The path or URL of checkpoint `step`."""
         name = self.name.replace("{step}", str(step))
         return f"{self.parent}/{name}" if is_url(self.parent) else str(Path(self.parent, name))
+
+    def objections(self) -> Iterator[Problem]:
+        """A name under which a save of another folder would remove this one, as what an interrupted save left."""
+        for prefix in LEFTOVERS:
+            if self.name.startswith(prefix):
+                fix = f"a save of {self.name.removeprefix(prefix)!r} removes folders of this name: choose another"
+                yield Problem("output_dir", self.name, fix)
 
 
 class StatePlaces:

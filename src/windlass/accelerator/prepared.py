@@ -230,7 +230,7 @@ class Prepared:
             optimizer.release()
         self.executors.release()
         self.optimizers, self.schedules, self.loaders = [], [], []
-        self.guards, self._before = [], {}
+        self.guards, self._before, self._restorable = [], {}, []
 
 
 class PreparedModels(MutableSequence[nn.Module]):

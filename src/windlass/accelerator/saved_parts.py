@@ -241,7 +241,6 @@ class LoopContent:
 
     def models(self, disks: Disks, hooked: bool) -> list[ModelState]:
         """The content of each model; of whole models if the script has save hooks (`hooked`)."""
-        self._prepared.check_restorable()
         found = self._prepared.strategies
         if disks.nodes > 1 and any(s.sharded and not s.saves_parts for s in found):
             raise whole_on_one_disk(disks, "state_dict_type", "the folder")
@@ -255,16 +254,22 @@ class LoopContent:
             return ModelState(saved.of_first_rank(disks.nodes), in_parts=strategy.saves_parts)
         return ModelState(strategy.whole_state())
 
+    def forget(self) -> None:
+        """Release the models."""
+        self._models = {}
+
     def states(self, disks: Disks) -> Content:
         """Everything but the models; states of all ranks on writer ranks only."""
-        prepared = self._prepared
-        shared, of_rank = states_of(self._parts())
+        prepared, shared = self._prepared, dict[str, State]()
         spread: dict[str, Mapping[str, Any]] = {}
         for index, optimizer in enumerate(prepared.optimizers):
             name, executor = f"optimizer_{index}", prepared.executors.executor_of(optimizer)
             in_parts = executor.strategy.saves_parts
             shared[name], parts = saved_optimizer(executor.optimizer, prepared.owner_of(optimizer), in_parts)
             spread |= {name: parts} if in_parts else {}
+        # Last: nothing here is collective, so a part that fails to return its state on one rank leaves none waiting.
+        of_all, of_rank = states_of(self._parts())
+        shared |= of_all
         return Content(
             shared=shared if self._all_ranks.rank == disks.writer_rank else {},
             per_rank=of_rank,

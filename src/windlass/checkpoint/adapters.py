@@ -8,6 +8,7 @@ that an adapter is never loaded onto another base. Buffers outside of the adapte
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +99,13 @@ class Adapter:
         }
 
     def save_config(self, folder: Path) -> None:
-        """Write `adapter_config.json` as peft writes it, for inference."""
+        """Write `adapter_config.json` for inference, as peft writes it; a base that is a folder by its whole path."""
         model: Any = self.model
         config = copy.copy(model.peft_config[self.name])
         base = model.get_base_model()
-        if config.base_model_name_or_path is None:
-            config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+        named = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+        # Who merges the adapter may do so in another working directory, where a relative path leads nowhere.
+        config.base_model_name_or_path = os.path.abspath(named) if named and os.path.isdir(named) else named
         if config.task_type is None:
             kind = type(base)
             config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
@@ -194,7 +196,7 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
         if problems := misfits(file, wanted, {name: name for name in wanted}, "adapter"):
             raise CheckpointError(f"{path} does not fit this model's adapter: {problems}")
         if base is not None:
-            _check_base(folder, base, adapter)
+            _check_base(folder, base, adapter, state)
         with torch.no_grad():
             for name, stored in adapter.names.items():
                 local(state[name]).copy_(read_held(file, stored, state[name]))
@@ -204,7 +206,7 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
             state[name].copy_(value)
 
 
-def _check_base(folder: Path, base: State, adapter: Adapter) -> None:
+def _check_base(folder: Path, base: State, adapter: Adapter, state: Mapping[str, Tensor]) -> None:
     try:
         saved, buffers = dict(base["weights"]), dict(base["buffers"])
     except (KeyError, TypeError, ValueError):
@@ -219,6 +221,15 @@ def _check_base(folder: Path, base: State, adapter: Adapter) -> None:
         ((name for name in differing if here[name][:2] != saved[name][:2]), "have another shape or dtype"),
         ((name for name in differing if here[name][:2] == saved[name][:2]), "have other values"),
         ((name for name in buffers if name not in adapter.buffers), "are saved buffers that the model lacks"),
+        (
+            (name for name in sorted(adapter.buffers) if name not in buffers),
+            "are buffers that were not saved",
+        ),
+        (
+            # They would be filled by repeating what was saved, if that is smaller.
+            (name for name in adapter.buffers & buffers.keys() if buffers[name].shape != state[name].shape),
+            "are buffers of another shape",
+        ),
     )
     if problems:
         raise CheckpointError(

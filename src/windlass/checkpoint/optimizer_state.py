@@ -73,13 +73,7 @@ def _state_by_name(
 ) -> State:
     """The state; the entry of each parameter is the result of `convert(name, entry)`."""
     names = _names_of(optimizer, model)
-    groups = [
-        {
-            "names": [names[id(parameter)] for parameter in group["params"]],
-            "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
-        }
-        for group in optimizer.param_groups
-    ]
+    members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     named = {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
     return {
         "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
@@ -88,8 +82,19 @@ def _state_by_name(
             for name, parameter in named.items()
             if optimizer.state.get(parameter)
         },
-        "groups": groups,
+        "groups": named_groups(optimizer.param_groups, members),
     }
+
+
+def named_groups(groups: Sequence[dict[str, Any]], members: Sequence[list[str]]) -> list[State]:
+    """The groups of an optimizer as a state has them; `members` are the names of the parameters of each."""
+    return [
+        {
+            "names": names,
+            "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
+        }
+        for names, group in zip(members, groups, strict=True)
+    ]
 
 
 def split_optimizer_state(

@@ -28,7 +28,6 @@ from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.staged import StagedCheckpoint, folder_pattern
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
-from windlass.core.whole_file import OutputFolder
 from windlass.dist.gang import Gang
 
 _logger = get_logger(__name__)
@@ -38,6 +37,8 @@ _Paths = list[Path]
 _Skipped = list[tuple[Path, str]]  # where, and why it is not whole
 _Order = tuple[int, int]  # serial and step
 _T = TypeVar("_T")
+# How names begin of folders that interrupted saves and replacements leave.
+LEFTOVERS = ("tmp-", "replaced-")
 
 
 def no_checkpoint(where: str, skipped: str = "") -> str:
@@ -98,11 +99,6 @@ class Store:
         self.is_writer = self.rank == self.disks.writer_rank
         self._on_all: _Order | None = None
         self.files = files or Files()
-        self._folder_watch: OutputFolder | None = None
-
-    def stay_on_disk(self) -> None:
-        """From now on refuse to write to another disk than the present one: it may be unmounted during a run."""
-        self._folder_watch = OutputFolder(self.root)
 
     # --- looking
 
@@ -356,8 +352,6 @@ class Store:
         return result
 
     def _prepare(self, needed: int) -> None:
-        if self._folder_watch is not None:
-            self._folder_watch.check()
         self.files.ensure_folder(self.root)
         self._recover()
         self._remove_leftovers()

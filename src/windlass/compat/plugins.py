@@ -243,15 +243,17 @@ class ParallelismConfig(Options, Plugin):
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
+        from windlass.dist.gang import current
+
         mesh = init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names)
         joint = {
             "dp": self.dp_dim_names,
             "dp_shard_cp": self.dp_shard_cp_dim_names,
             "dp_cp": self.dp_cp_dim_names,
         }
-        for name, axes in joint.items():
-            if axes:
-                mesh[tuple(axes)]._flatten(name)
+        flat = [mesh[tuple(axes)]._flatten(name) for name, axes in joint.items() if axes]
+        for group in (*mesh.get_all_groups(), *(one.get_group() for one in flat)):
+            current().limit(group)
         return mesh
 
     def _contradictions(self) -> Iterator[Problem]:

@@ -99,7 +99,7 @@ def _import(module: str) -> Any:
 
 
 class LazyModule:
-    """A module that is imported when something of it is first asked for.
+    """A module that is imported when something of it is first asked for, and has all its names from then on.
 
     Stand-in for `import module` where most users of the importing file never need it. For type checkers, import the
     module under `TYPE_CHECKING`.
@@ -109,6 +109,6 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(_import(self._name), name)
-        setattr(self, name, value)
-        return value
+        module = _import(self._name)
+        vars(self).update({**vars(module), **vars(self)})
+        return getattr(module, name)

@@ -22,6 +22,7 @@ _HOOKS = (
 # Overrides in these packages leave every tensor of a state dict in the memory of its parameter or buffer.
 _KNOWN = ("torch.nn.", "torch.distributed.")
 EXTRA_STATE = "_extra_state"
+_LONGEST = "max_seq_len_cached"  # the end of the name of an attribute
 _ELSEWHERE = "_state_elsewhere"  # an attribute of modules
 
 
@@ -172,6 +173,20 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
     return {name: member.get_extra_state() for name, member in modules_with_extra_state(module).items()}
 
 
+def longest_rows(module: nn.Module) -> dict[str, Any]:
+    """The longest row that rotations of transformers with "dynamic" frequencies have met, by the name of the attribute.
+
+    They keep the frequencies of that row, a buffer, until a row comes that needs none of them.
+    """
+    return {
+        f"{prefix}.{name}": value
+        for prefix, member in module.named_modules()
+        if "dynamic" in str(vars(member).get("rope_type"))
+        for name, value in vars(member).items()
+        if name.endswith(_LONGEST)
+    }
+
+
 def on_device_of(live: Any, value: Any) -> Any:
     """A value as it was stored, its tensors on the device of those in the present one."""
     device = find_device(live)
@@ -192,7 +207,7 @@ def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def set_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Put buffers and extra states back by name; what the module does not have is left out."""
+    """Put buffers, extra states and longest rows back by name; what the module does not have is left out."""
     members = modules_with_extra_state(module)
     owners = dict(module.named_modules())
     with torch.no_grad():
@@ -202,6 +217,8 @@ def set_state(module: nn.Module, state: Mapping[str, Any]) -> None:
                 members[name].set_extra_state(on_device_of(members[name].get_extra_state(), value))
             elif owner in owners and last in owners[owner]._buffers:
                 _load_buffer(owners[owner], last, value)
+            elif owner in owners and last.endswith(_LONGEST):
+                setattr(owners[owner], last, value)
 
 
 def _load_buffer(owner: nn.Module, name: str, value: Tensor) -> None:

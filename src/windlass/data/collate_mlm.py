@@ -332,7 +332,8 @@ class DataCollatorForPermutationLanguageModeling(Framework):
         rows, length = inputs.shape
         if length % 2:
             raise ValueError(
-                f"the sequences have {length} tokens; an even number is needed (pad_to_multiple_of=2)"
+                f"the sequences have {length} tokens, and an even number is needed: tokenize them with padding=True "
+                "and pad_to_multiple_of=2"
             )
         labels = inputs.copy()
         fixed = special_tokens(self.tokenizer, labels)

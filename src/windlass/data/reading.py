@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +17,10 @@ from windlass.data.bookmark import (
     marks_of,
     plain_copy,
     why_read_again,
+    why_without_state,
 )
 from windlass.data.datasets_nodes import with_nodes_of_its_own
-from windlass.data.seeding import Sandbox, set_epochs
+from windlass.data.seeding import DatasetEpoch, Sandbox
 
 logger = get_logger(__name__)
 
@@ -34,6 +36,7 @@ class Reading:
 
     def __init__(self, dataset: Any, sandbox: Sandbox, seed: int, epoch: int) -> None:
         self._dataset, self._sandbox, self._seed, self._epoch = dataset, sandbox, seed, epoch
+        self._dataset_epoch = DatasetEpoch.of(dataset)
         self._position = 0  # of the next sample that the dataset returns
         self._ahead: deque[Any] = deque()
         self._places = Places(dataset)
@@ -42,6 +45,7 @@ class Reading:
 
     def begin(self, state: Any = None, at: int = 0) -> None:
         """Begin the pass; with a `state` of the dataset, after its first `at` samples."""
+        self._dataset_epoch.set(self._epoch)
         with self._sandbox:
             # -1: a dataset may draw in its `__iter__`, before its first sample, which has 0.
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch, -1))
@@ -79,6 +83,9 @@ class Reading:
 
     def _read(self, count: int) -> list[Any]:
         samples: list[Any] = []
+        # Another pass over the same stream may have begun meanwhile.
+        if self._dataset_epoch.value != self._epoch:
+            self._dataset_epoch.set(self._epoch)
         with self._sandbox:
             try:
                 for index in range(self._position, self._position + count):
@@ -116,19 +123,23 @@ def open_reading(
         stretch: samples that are read at a time on the way.
         log: log warnings; set in one of the processes that read the same.
     """
-    own = _at_epoch(dataset, epoch)
+    own = with_nodes_of_its_own(dataset)
+    beginning = _first_state(own) if own is dataset else None
     if not belongs(bookmark, epoch, start):
         bookmark = None
     if bookmark is not None and start and not why_read_again(own, bookmark, epoch, start):
-        reading, trouble = _entered(Reading(own, sandbox, seed, epoch), own, bookmark, stretch)
+        reading, trouble = _entered(Reading(own, sandbox, seed, epoch), bookmark, stretch)
         if reading is not None:
             return reading
+        # A state that led elsewhere may be in force still: the stream is read from its beginning now.
+        if beginning is not None:
+            own.load_state_dict(beginning)
         if log:
             logger.warning(
                 f"reading {start} samples of the stream again, to continue after them: the state of "
                 f"{type(dataset).__name__} did not lead back to its place ({trouble})"
             )
-        own = _at_epoch(dataset, epoch)
+        own = with_nodes_of_its_own(dataset)
     reading = Reading(own, sandbox, seed, epoch)
     reading.begin()
     if not reading.go_to(start, stretch):
@@ -141,27 +152,33 @@ def open_reading(
     return reading
 
 
-def _at_epoch(dataset: Any, epoch: int) -> Any:
-    own = with_nodes_of_its_own(dataset)
-    set_epochs(epoch, own)
-    return own
+# The states that streams had before their first pass in this process. A dataset outlives its loaders: a script may
+# train on it again, and by then its state is that of some other place.
+_first_states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _entered(reading: Reading, dataset: Any, bookmark: Bookmark, stretch: int) -> tuple[Reading | None, str]:
-    """`reading` after the bookmark's position; or None and the reason, with `dataset` restored."""
-    before = None
+def _first_state(dataset: Any) -> Any:
+    """The state of `dataset` before anything was read of it; None if it has none that is known."""
+    if why_without_state(dataset):
+        return None
+    # A `state_dict` of the user's may fail, and an object that is not hashable raises a TypeError.
     try:
-        # A state that leads elsewhere is undone below: the stream is then read from its beginning.
-        before, _ = plain_copy(dataset.state_dict())
+        if dataset not in _first_states:
+            _first_states[dataset], _ = plain_copy(dataset.state_dict())
+        return _first_states[dataset]
+    except Exception:
+        return None
+
+
+def _entered(reading: Reading, bookmark: Bookmark, stretch: int) -> tuple[Reading | None, str]:
+    """`reading` after the bookmark's position; or None and the reason."""
+    try:
         reading.begin(bookmark["state"], bookmark["at"])
         if reading.go_to(bookmark["position"], stretch) and _follows(reading, bookmark):
             return reading, ""
-        trouble = "other samples follow there"
+        return None, "other samples follow there"
     except Exception as error:
-        trouble = f"{type(error).__name__}: {error}"
-    if before is not None:
-        dataset.load_state_dict(before)
-    return None, trouble
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _follows(reading: Reading, bookmark: Bookmark) -> bool:

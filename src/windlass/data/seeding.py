@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from windlass.core.rng import STREAM_COLLATE, STREAM_ORDER, derive_seed, seed_generators
+from windlass.data.columns import ColumnCollator
 
 _TORCH = torch.default_generator
 
@@ -50,12 +51,30 @@ def fingerprint() -> tuple[Any, ...]:
     )
 
 
+# Generators of users that `rewind` has seeded: the user's seed, and the one that was set.
+_rewound: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
+
+
+def first_seed(generator: object) -> int | None:
+    """The seed that a user gave a `torch.Generator`; None for anything else."""
+    if not isinstance(generator, torch.Generator):
+        return None
+    present = generator.initial_seed()
+    # A second run with the same loader finds the seed of the epoch that the first one read last. A script that has
+    # seeded the generator again wants that seed.
+    first, epochs = _rewound.get(generator, (present, present))
+    return first if present == epochs else present
+
+
 def rewind(generator: object, first: int | None, epoch: int) -> None:
     """Make a user's own `torch.Generator` a function of the epoch: as the user seeded it in epoch 0, derived
-    from that later.
+    from that later. `first` is its `first_seed`.
     """
     if first is not None and isinstance(generator, torch.Generator):
-        generator.manual_seed(first if epoch == 0 else derive_seed(STREAM_ORDER, first, epoch))
+        seed = first if epoch == 0 else derive_seed(STREAM_ORDER, first, epoch)
+        generator.manual_seed(seed)
+        # As `initial_seed` returns it: PyTorch takes a negative seed for the positive one of the same bits.
+        _rewound[generator] = first, generator.initial_seed()
 
 
 def set_epochs(epoch: int, *parts: object) -> None:
@@ -95,18 +114,13 @@ class DatasetEpoch:
         set_epochs(epoch, self._dataset)
 
 
-def first_seed(generator: object) -> int | None:
-    """The initial seed of a user's `torch.Generator`; None for anything else."""
-    return generator.initial_seed() if isinstance(generator, torch.Generator) else None
-
-
 def collator_reseeder(collate: object) -> Callable[..., None] | None:
     """How to seed a collator's own generator by (its seed, epoch, first sample, ...); None if it has no seed.
 
     Detected by `seed`, `generator` and `get_generator(seed)`, as in masked-language-model collators. Without it, such a
     generator would continue from batch to batch, and a resumed run would mask other tokens.
     """
-    while hasattr(collate, "collate"):  # a `ColumnCollator` around it
+    while isinstance(collate, ColumnCollator):
         collate = collate.collate
     make, seed = getattr(collate, "get_generator", None), getattr(collate, "seed", None)
     if make is None or seed is None:

@@ -141,6 +141,9 @@ class Gang:
         """The process group of this rank's part of the job, on the backend of the device: see `ProcessGroups.of`."""
         return dist.group.WORLD
 
+    def limit(self, group: Any) -> None:
+        """Let the collectives of `group`, which others opened, wait as long as those of the job."""
+
 
 class ProcessGang(Gang):
     """Several processes. Exchanges go over a gloo group on the host, so none of them waits for a device.
@@ -210,6 +213,9 @@ class ProcessGang(Gang):
 
     def group_of(self, parts: Iterable[Iterable[int]]) -> Any:
         return self._groups.of(parts)
+
+    def limit(self, group: Any) -> None:
+        self._groups.limit(group)
 
     def close(self) -> None:
         """Let go of the process groups of all views; exchanges are over."""

@@ -66,11 +66,11 @@ def gather(tensor: Any, *, gang: Gang | None = None) -> Any:
     return with_tensors(tensor, [_gather_one(t, [k[i] for k in kinds], gang) for i, t in enumerate(own)])
 
 
-def gather_object(object: Any, *, gang: Gang | None = None) -> Any:
+def gather_object(object: Any) -> Any:
     """The lists of all processes, joined in rank order. With one process, the object itself. Raises DataError for a
     value that cannot be sent (see `dist/wire.py`), or something that is not a list.
     """
-    gang = gang or current()
+    gang = current()
     if gang.size == 1:
         return object
     if not isinstance(object, list | tuple):
@@ -98,13 +98,11 @@ def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -
     return tensor
 
 
-def broadcast_object_list(
-    object_list: list[Any], from_process: int = 0, *, gang: Gang | None = None
-) -> list[Any]:
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of the list, in place, by those of process `from_process`. Raises DataError for a value that
     cannot be sent, named (see `dist/wire.py`).
     """
-    gang = gang or current()
+    gang = current()
     _check_source("broadcast_object_list", from_process, gang)
     object_list[:] = gang.broadcast_object(list(object_list), from_process)
     return object_list
@@ -163,11 +161,11 @@ def pad_across_processes(
     return with_tensors(tensor, padded)
 
 
-def copy_tensor_to_devices(tensor: Tensor | None = None, *, gang: Gang | None = None) -> Tensor:
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     """A tensor that one process has, on every process's own device. The others call with None. Raises DataError if no
     process has one, or several have.
     """
-    gang = gang or current()
+    gang = current()
     kinds = gang.gather_objects(None if tensor is None else [*_kind(tensor), tensor.device.type])
     owners = [rank for rank, kind in enumerate(kinds) if kind is not None]
     if len(owners) != 1:
@@ -249,6 +247,7 @@ def _gather_one(tensor: Tensor, kinds: Sequence[Kind], gang: Gang) -> Tensor:
 
 
 def _reduce_one(tensor: Tensor, reduction: str, scale: float, gang: Gang) -> Tensor:
+    # A copy: backends reduce in place.
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
     if reduction == "mean" and not (whole.is_floating_point() or whole.is_complex()):
         raise DataError(

@@ -44,3 +44,10 @@ class ProcessGroups:
     def among(self, ranks: list[int]) -> Any:
         """A group of these ranks, in ascending order, on the default backend. Collective among them alone."""
         return dist.new_group(ranks, self.timeout, use_local_synchronization=True)
+
+    def limit(self, group: Any) -> None:
+        """Let the collectives of a group that others opened wait as long as those of these groups: torch gives each new
+        group a timeout of its own.
+        """
+        if group is not dist.group.WORLD:  # the script may have opened that one, with its timeout
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)

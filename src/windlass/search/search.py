@@ -314,7 +314,10 @@ class Search:
         study, _ = self._parts()
         say(trials_in_words(study))
         if (picture := draw_trials(study)) is not None:
-            write_whole(study.path.with_suffix(".svg"), picture)
+            try:
+                write_whole(study.path.with_suffix(".svg"), picture)
+            except OSError as error:  # the trials may have taken days, and the best of them are in the study
+                logger.warning("the picture of the trials was not written: %s", error)
         return [vars(record) for record in study.best()]
 
     def _parts(self) -> tuple[Study, Sampler]:

@@ -44,9 +44,7 @@ class RunFolder:
 
     def manager(self, retention: Retention) -> CheckpointManager:
         """Saves and loads its checkpoints. Collective."""
-        store = open_store(self._place, self._all_ranks, self.disks)
-        store.stay_on_disk()
-        return CheckpointManager(store, retention)
+        return CheckpointManager(open_store(self._place, self._all_ranks, self.disks), retention)
 
     def upload(self) -> None:
         """Upload the files beside checkpoints if the place is a URL. An error is logged; the files stay."""
@@ -86,6 +84,7 @@ class RunFolder:
         fix = None
         if self._all_ranks.rank == self.disks.writer_rank:
             try:
+                self._watch = None  # each training may begin on another disk
                 self.confirm()
                 self._check_writable()
             except FolderInUse as error:
@@ -114,11 +113,10 @@ class RunFolder:
 
     def confirm(self) -> None:
         """Check that this process still holds the lock, or take it. For the writer rank of the folder. Raises
-        FolderInUse if another run holds it, and OSError if the folder cannot be written.
+        FolderInUse if another run holds it, and OSError if the folder cannot be written, or its disk is unmounted.
         """
-        if self._lock is None:
-            self._lock, self._watch = RunLock(self.path), OutputFolder(self.path)
-        assert self._watch is not None
+        self._lock = self._lock or RunLock(self.path)
+        self._watch = self._watch or OutputFolder(self.path)
         self._watch.check()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
-from windlass.core.module_state import extra_states, set_state, unsaved_buffers
+from windlass.core.module_state import extra_states, longest_rows, set_state, unsaved_buffers
 from windlass.core.tensors import bits_of, distinct, same_bits
 from windlass.core.types import State
 from windlass.dist.gang import Gang
@@ -166,7 +167,7 @@ class ForwardState:
         else:
             for kept, buffer in zip(self._buffers, live, strict=True):
                 kept.copy_(buffer.detach())
-        self._extra = copy.deepcopy(extra_states(self._module))
+        self._extra = copy.deepcopy({**extra_states(self._module), **longest_rows(self._module)})
 
     def restore(self) -> None:
         """Restore the copies. Can be called again."""
@@ -175,11 +176,16 @@ class ForwardState:
             set_state(self._module, copy.deepcopy(self._extra))
 
 
+# Of each module the buffers that its state dict leaves out, as they were before its first run: a script that trains
+# again passes the module as the first run left it.
+_as_built: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
 class OwnState:
     """The state of a model that a checkpoint has for each rank, beside the state dict: buffers and extra states.
 
-    Buffers that the state dict leaves out are saved if they changed since this object was created: many are constants,
-    which every process computes itself.
+    Buffers that the state dict leaves out are saved if they changed since the first run of the module: many are
+    constants, which every process computes itself.
 
     Attributes:
         differs: ranks have other buffers than rank 0, so those of the state dict are saved too.
@@ -187,7 +193,9 @@ class OwnState:
 
     def __init__(self, module: nn.Module, differs: bool) -> None:
         self._module, self.differs = module, differs
-        self._before = {name: _remembered(buffer) for name, buffer in unsaved_buffers(module).items()}
+        if module not in _as_built:
+            _as_built[module] = {n: _remembered(buffer) for n, buffer in unsaved_buffers(module).items()}
+        self._before = _as_built[module]
 
     def state_dict(self) -> State:
         """The state of this rank, by name."""
@@ -201,17 +209,25 @@ class OwnState:
                 if not _is_same(self._before.get(name), buffer)
             },
             **extra_states(self._module),
+            **longest_rows(self._module),
         }
 
     def load_state_dict(self, state: State) -> None:
-        set_state(self._module, state)
+        # What was not saved had not changed then, and may have since, if a run goes back.
+        live = unsaved_buffers(self._module)
+        unchanged = {
+            name: value
+            for name, value in self._before.items()
+            if isinstance(value, Tensor) and name in live and live[name].dtype == value.dtype
+        }
+        set_state(self._module, {**unchanged, **state})
 
     def adopt(self, states: Sequence[State]) -> None:
         """Restore the states of another number of ranks: all take rank 0's, of which the state dict has the rest. A
         warning names what further ranks had.
         """
-        outside = unsaved_buffers(self._module)
-        set_state(self._module, {name: value for name, value in states[0].items() if name in outside})
+        outside = {**unsaved_buffers(self._module), **longest_rows(self._module)}
+        self.load_state_dict({name: value for name, value in states[0].items() if name in outside})
         names = dict.fromkeys(name for state in states[1:] for name in state)
         if names:
             _log.warning(

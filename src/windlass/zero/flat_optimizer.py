@@ -14,6 +14,7 @@ from windlass.checkpoint.optimizer_state import (
     KeepsOwnState,
     check_shapes,
     match_groups,
+    named_groups,
     part_mark,
 )
 from windlass.checkpoint.tensor_file import Deferred, read_run
@@ -121,15 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
                     path = f"{name}/{key}"
                     parts[path], value = value, part_mark(path)
                 entry[key] = value
-        groups = [
-            {
-                "names": [names[parameter] for parameter in members],
-                "options": {
-                    key: value for key, value in group.items() if key not in ("params", "param_names")
-                },
-            }
-            for members, group in zip(self._members, self.param_groups, strict=True)
-        ]
+        groups = named_groups(self.param_groups, [[names[p] for p in members] for members in self._members])
         shapes = {names[parameter]: list(place.shape) for parameter, place in self._places.items()}
         return {"shapes": shapes, "state": entries, "groups": groups}, parts
 

@@ -88,13 +88,24 @@ class ZeroEngine:
         library = ready_library(device, loss_ranks)
         _check_fp16(library, config)
         _check_files(library, config)
-        self._lock = lock_files(config, loss_ranks.world.rank)
         self.stage: int = config["zero_optimization"]["stage"]
         self._trains, self._factor = optimizer is not None, 1.0
         self._has_gradients = self._complete = False
         self._module, self._loss_ranks, self._zero = module, loss_ranks, library.zero
         if has_param_files(config):
             check_buffers(module, config, loss_ranks.size)
+        with lock_files(config, loss_ranks.world.rank) as locks:  # closed if the model cannot be divided
+            self._divide(library, optimizer, config, device)
+            self._lock = locks.pop_all()
+
+    def _divide(
+        self,
+        library: ModuleType,
+        optimizer: torch.optim.Optimizer | None,
+        config: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        module = self._module
         if has_param_files(config) and precision_of(config) is None and not is_divided(module):
             # `initialize` gives `Init` a dtype, and `Init._set_dtype` (deepspeed.runtime.zero.partition_parameters)
             # replaces it by bf16 on a device without fp16, so files would have rounded values. Of a configuration it

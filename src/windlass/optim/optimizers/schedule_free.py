@@ -157,6 +157,12 @@ class ScheduleFreeRAdam(ScheduleFree):
         super().__init__(
             params, {"lr": lr, **options, "silent_sgd_phase": silent_sgd_phase}, r, weight_lr_power
         )
+        for group in self.param_groups:
+            if group["silent_sgd_phase"] and _longest(group["betas"][1]) <= 4:
+                raise ValueError(
+                    f"betas={group['betas']}: with silent_sgd_phase=True the second (adam_beta2) must be above 0.6, or "
+                    "no update is ever made"
+                )
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
         return {**super().start_state(parameter, group), "exp_avg_sq": zeros(parameter)}
@@ -164,7 +170,7 @@ class ScheduleFreeRAdam(ScheduleFree):
     def directions(self, batch: Batch, group: dict[str, Any], step: int) -> tuple[list[Tensor], float]:
         decay = group["betas"][1]
         # rho_inf and rho_t of algorithm 2 in the paper; the ratio below is the square of its rectification term.
-        longest = 2 / (1 - decay) - 1
+        longest = _longest(decay)
         length = longest - 2 * step * decay**step / (1 - decay**step)
         # Before the branch: the second moment is averaged in the phase of SGD too.
         adam = _adam_directions(batch, group, step)
@@ -210,6 +216,11 @@ def _adam_directions(batch: Batch, group: Mapping[str, Any], step: int) -> list[
     torch._foreach_sqrt_(scales)
     torch._foreach_add_(scales, group["eps"])
     return list(torch._foreach_div(batch.gradients, scales))
+
+
+def _longest(decay: float) -> float:
+    """The length, in updates, of the average that a decay of the second moment comes to."""
+    return 2 / (1 - decay) - 1
 
 
 def _warmed(group: Mapping[str, Any], step: int) -> float:
