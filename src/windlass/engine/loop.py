@@ -166,6 +166,7 @@ class Loop:
         if self._progress.control.should_epoch_stop:
             # A callback ended the epoch early: the rest of its data is skipped.
             self._position = {}
+        # Before the events: what they save continues with the next epoch.
         self._epoch_open = False
         complete = not self.stops_within_epoch
         if complete:

@@ -65,6 +65,7 @@ class MicroSteps(StepHooks):
         normaliser, batch, accumulation = self._normaliser, update.batches[index], self._accumulation
         division = self._division
         normaliser.scope(update, index, 1 if division is None else division.by(len(update.batches)))
+        # Experts are neither counted nor balanced by a batch without weight.
         self._executor.strategy.filling = normaliser.filler
         accumulation.micro_batches, accumulation.sync_gradients = len(update.batches), normaliser.last
         count = self._loss.count(normaliser.denominator) if self._needs_count else None

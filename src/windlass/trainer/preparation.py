@@ -168,6 +168,7 @@ def prepare_run(
     services.evaluator.check_trainable(hooks.model)
     # `Run` sets the retention, which is known with the plan.
     opener = CheckpointSource(session.all_ranks, folder, folder.manager(Retention()))
+    # Before the new state: if there is no such checkpoint, a script may still read that of its last run.
     checkpoint = opener.resume_point(fetched(resume, args, session.all_ranks, folder), args.resolve_path)
     if checkpoint is None:
         folder.warn_of_earlier_run()

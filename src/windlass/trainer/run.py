@@ -176,6 +176,7 @@ class Run(Interruptible):
         """Give up the save under way, unless Ctrl-C ended the run, and record how it ended."""
         if isinstance(error, Exception):
             note_failure()
+        # After Ctrl-C the user waits for nothing: the thread of the save goes on beside what the script does next.
         if isinstance(error, Exception | SystemExit):
             self.checkpoints.abandon()
         self.reports.end(status_of(error), self.trained(), error)

@@ -124,6 +124,7 @@ class RunCheckpoints:
             "ephemeral": self.ephemeral,
             THREADS: torch.get_num_threads(),
         }
+        # From the beginning of the save: a slow disk does not make saves rarer.
         self._saved_at = time.monotonic()
         self._set_clock()
         # A script's own way to save reads the live model.

@@ -415,11 +415,12 @@ class Trainer:
             defaults.seed_all(self.args)
             self._take_model(self.call_model_init(trial))
             self._services.loss.take_model(self.model, self.label_names)
-            self.optimizer, self.lr_scheduler = None, None
+            self.optimizer, self.lr_scheduler = None, None  # they update the parameters of the model before
         if self._made_scheduler:  # for the length of an earlier run
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
+        # The arguments are checked by now, and nothing of a run has begun: no folder is made for a forecast.
         instead.give_way(lambda: self._request(ignore_keys_for_eval))
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
