@@ -63,11 +63,15 @@ def train(folder: Path, strategy: str, optim: str) -> None:
     assert not torch.equal(whole["head.weight"], Net().head.weight)
 
 
+class Derived(torch.optim.AdamW):
+    """An optimizer of a script."""
+
+
 def check_lists_of_tensors() -> None:
     """Kernels over lists, the default on accelerators: a loop's own optimizers have the parts that they have singly."""
     found = []
     for options in ({"foreach": True}, {"foreach": False}):
-        for cls in (torch.optim.SGD, torch.optim.AdamW):
+        for cls in (torch.optim.SGD, Derived):
             accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
             model: Any = Net()
             optimizer: Any = cls(model.parameters(), lr=0.1, **options)

@@ -144,7 +144,7 @@ def _check_half_precision(loss_ranks: Gang) -> None:
 
 
 def _check_randomness(context_ranks: Gang) -> None:
-    """Ranks drop different values, and draw the same ones after a forward."""
+    """Ranks drop different values, and draw the same ones after a forward, also after one that failed."""
     model = _model(
         "GPT2Config", {"vocab_size": 23, "n_embd": 8, "n_layer": 1, "n_head": 4, "attn_pdrop": 0.0}
     )
@@ -154,11 +154,13 @@ def _check_randomness(context_ranks: Gang) -> None:
     torch.manual_seed(3)
     model(input_ids=torch.ones(1, 32, dtype=torch.int64))
     same, drawn = [], torch.rand(4)
-    for value in (dropped[0].double(), drawn.double()):
+    with pytest.raises(IndexError):
+        model(input_ids=torch.full((1, 32), 99))
+    for value in (dropped[0].double(), drawn.double(), torch.rand(4, dtype=torch.float64)):
         total = value.clone()
         dist.all_reduce(total)
         same.append(torch.allclose(total, value * context_ranks.size))
-    assert same == [False, True]
+    assert same == [False, True, True]
     divided.release()
 
 

@@ -173,6 +173,26 @@ def check(seed: int, ranks: Gang) -> None:
     strategy.release()
 
 
+class Several(Net):
+    """Returns whole numbers, truth values and no elements beside its logits."""
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(tokens)
+        return {"logits": logits, "largest": logits.argmax(-1), "positive": logits > 0, "nothing": logits[:0]}
+
+
+def check_outputs(ranks: Gang) -> None:
+    torch.manual_seed(0)
+    model, tokens = Several(random.Random(6)).double(), torch.arange(4)[None]
+    model.dummy_inputs = {"tokens": tokens}  # type: ignore[assignment]
+    expected = model(tokens)
+    strategy = spread(model, DistPlan(pipeline=PipelinePlan(ranks.mesh.pipeline)), ranks, CPU)
+    found = strategy.model(tokens=tokens)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], value) for name, value in expected.items())
+    strategy.release()
+
+
 def meshes(size: int) -> Iterator[Mesh]:
     yield from (Mesh(tensor=size), Mesh(pipeline=size))
     if size == 4:
@@ -185,6 +205,8 @@ def main(first: int, last: int) -> None:
         ranks = join(world, CPU, mesh=mesh).over("loss")
         for seed in range(first, last):
             check(seed, ranks)
+        if mesh == Mesh(pipeline=2):
+            check_outputs(ranks)
         leave()
 
 

@@ -79,7 +79,8 @@ class DividedForwards:
         # Those of FSDP2 ran before: it sees the outputs of this rank's part.
         self._hooks = [
             self._model.register_forward_pre_hook(self._divide, with_kwargs=True),
-            self._model.register_forward_hook(self._join),
+            # After an error too: the ranks draw the same again.
+            self._model.register_forward_hook(self._join, always_call=True),
         ]
         for rotation in filter(_follows_length, self._model.modules()):
             self._hooks += [
@@ -148,6 +149,8 @@ class DividedForwards:
         zigzag = division.zigzag
         if module.training:
             self._randomness.end()
+        if output is None:  # an error is raised
+            return None
         for name in ("aux_loss", "auxiliary"):  # a balancing loss, of which each rank has an equal share
             if output.get(name) is not None:
                 output[name] = output[name] * self._ranks.size

@@ -75,8 +75,13 @@ def _plan_of(part: nn.Module) -> Mapping[str, str]:
 
 
 def _style(owner: nn.Module, path: str) -> str | None:
+    return style_in(_plan_of(owner), path)
+
+
+def style_in(plan: Mapping[str, str], path: str) -> str | None:
+    """The style that a plan of patterns has for a layer or parameter; None if no pattern fits."""
     # An asterisk is one part of a path, so that a pattern of a layer does not name what is in it.
-    for pattern, style in _plan_of(owner).items():
+    for pattern, style in plan.items():
         if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), path):
             return style
     return None

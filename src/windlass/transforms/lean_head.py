@@ -39,10 +39,11 @@ class InexactLossError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """What a forward without logits has made; scalars. Only `loss` and `auxiliary` are differentiable.
+    """What a forward has made; scalars on the model's device. Only `loss` and `auxiliary` are differentiable.
 
     Attributes:
-        loss, entropy, correct, targets: see `LinearLoss`.
+        loss, entropy, correct: sums over the targets; see `LinearLoss`.
+        targets: their number (with class weights, the sum of their weights).
         auxiliary: the balancing loss of a mixture of experts, before its coefficient; None if the model returns none.
     """
 
@@ -51,6 +52,11 @@ class LossSums:
     correct: Tensor
     targets: Tensor
     auxiliary: Tensor | None
+
+    def detached(self) -> LossSums:
+        """The same without gradients."""
+        auxiliary = None if self.auxiliary is None else self.auxiliary.detach()
+        return replace(self, loss=self.loss.detach(), auxiliary=auxiliary)
 
 
 class LeanHead:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -34,18 +34,6 @@ Found = TypeVar("Found")
 PLAIN = LossOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class LossFigures:
-    """What the pass that made a loss has counted; scalars on the model's device, without gradients."""
-
-    loss: Tensor  # the sum over the targets, without an auxiliary loss
-    targets: Tensor  # their number (with class weights, the sum of their weights)
-    entropy: Tensor  # of the predicted distributions, summed, in nats
-    correct: Tensor  # targets with the largest logit
-    # The balancing loss of a mixture of experts, before its coefficient; None if the model returns none
-    auxiliary: Tensor | None = None
-
-
 def lean_causal_lm_loss(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -53,7 +41,7 @@ def lean_causal_lm_loss(
     *,
     options: LossOptions = PLAIN,
     router_aux_loss_coef: float | None = None,
-) -> tuple[Tensor, LossFigures]:
+) -> tuple[Tensor, LossSums]:
     """The loss of a causal or masked language model, as its own forward with labels computes it.
 
     What the model does to its logits (a factor, soft-capping) and whether it shifts labels are measured once, on eight
@@ -68,7 +56,7 @@ def lean_causal_lm_loss(
         router_aux_loss_coef: factor of the auxiliary loss; None: that of the model's configuration.
 
     Returns:
-        The loss, a scalar with a graph, and what was counted.
+        The loss, a scalar with a graph, and what was counted, without gradients.
 
     Raises:
         ModelError: `inputs` have no labels; or options are set that the model's own loss does not have.
@@ -81,10 +69,8 @@ def lean_causal_lm_loss(
         found = _of_logits(model, core, inputs, options)
     if found is None:
         return _own_loss(model, core, inputs, num_items_in_batch, options, router_aux_loss_coef)
-    auxiliary = None if found.auxiliary is None else found.auxiliary.detach()
-    figures = LossFigures(found.loss.detach(), found.targets, found.entropy, found.correct, auxiliary)
     coefficient = coefficient_of(core) if router_aux_loss_coef is None else router_aux_loss_coef
-    return whole_loss(found, num_items_in_batch, coefficient), figures
+    return whole_loss(found, num_items_in_batch, coefficient), found.detached()
 
 
 def whole_loss(sums: LossSums, num_items_in_batch: Tensor | float | None, coefficient: float) -> Tensor:
@@ -239,7 +225,7 @@ def _own_loss(
     num_items_in_batch: Tensor | float | None,
     options: LossOptions,
     router_aux_loss_coef: float | None,
-) -> tuple[Tensor, LossFigures]:
+) -> tuple[Tensor, LossSums]:
     """The loss that the model computes; the figures from its logits."""
     if options != PLAIN or router_aux_loss_coef not in (None, coefficient_of(core)):
         raise ModelError(
@@ -255,7 +241,7 @@ def _own_loss(
         divided = passed.get("num_items_in_batch", count) if _takes_count(core) else count
         # A mean over no targets is not a number in most models, and their sum is 0.
         total = torch.where(count == 0, 0, loss.detach() * divided)
-        figures = LossFigures(total, count, entropy, correct, output_of(outputs, "aux_loss"))
+        figures = LossSums(total, entropy, correct, count, output_of(outputs, "aux_loss")).detached()
     if num_items_in_batch is not None and not _takes_count(core):
         loss = torch.where(count == 0, 0, loss * (count / num_items_in_batch))
     return loss, figures

@@ -128,9 +128,11 @@ class Pipeline(Strategy):
         wrong = [] if expected.keys() == found.keys() else [f"the outputs {', '.join(map(str, expected))}"]
         for key in sorted(expected.keys() & found.keys(), key=str):
             one, other = expected[key].to(self._device), found[key]
-            if not torch.allclose(
-                one, other, rtol=64 * torch.finfo(one.dtype).eps, atol=1e-6 * float(one.abs().max())
-            ):
+            # Whole numbers, such as the largest of several values, may follow from what was rounded otherwise.
+            if not (one.is_floating_point() or one.is_complex()) or not one.numel():
+                continue
+            rounding = 64 * torch.finfo(one.dtype).eps
+            if not torch.allclose(one, other, rtol=rounding, atol=1e-6 * float(one.abs().max())):
                 wrong.append(f"{key} by {float((one - other).abs().max()):.2g}")
         for reasons in self._all_ranks.gather_objects(wrong):
             if reasons:

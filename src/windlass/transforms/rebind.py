@@ -51,13 +51,14 @@ def rebind(
 
 
 def update_singly(optimizer: torch.optim.Optimizer) -> None:
-    """Have torch's optimizers update one tensor at a time in groups with both sharded parameters and whole ones, or
-    with ones that are sharded over different ranks.
+    """Have torch's optimizers, and subclasses of them, update one tensor at a time in groups with both sharded
+    parameters and whole ones, or with ones that are sharded over different ranks.
 
     Of these in one list `DTensor` makes an error. Scalars are no problem, and Windlass's optimizers take the parts of
     this rank.
     """
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    kinds = [kind.__module__ for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    if kinds[0].startswith("windlass.") or not any(kind.startswith("torch.optim.") for kind in kinds):
         return
     for group in optimizer.param_groups:
         tensors = [parameter for parameter in group["params"] if parameter.dim()]

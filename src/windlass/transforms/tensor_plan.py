@@ -6,7 +6,6 @@ name -> style. Families without one have theirs in `tensor_plans.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import is_imported, require
-from windlass.transforms.expert_plan import check_experts
+from windlass.transforms.expert_plan import check_experts, style_in
 from windlass.transforms.tensor_plans import plan_of
 
 SUMMED = "replicated_with_grad_allreduce"
@@ -57,20 +56,14 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
         )
         raise ConfigError(Problem("model", name, fix))
     _refuse_heads(module, ranks)
-    patterns = {
-        re.compile(re.escape(pattern).replace(r"\*", "[^.]+")): style for pattern, style in plan.items()
-    }
-
-    def style_of(path: str) -> str | None:
-        return next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
-
     for path, _ in (*base.named_modules(), *base.named_parameters()):
-        if (style := style_of(path)) in _OF_EXPERTS and style_of(path.rpartition(".")[0]) != EXPERTS:
+        outer = path.rpartition(".")[0]
+        if (style := style_in(plan, path)) in _OF_EXPERTS and style_in(plan, outer) != EXPERTS:
             fix = f"is the style of a parameter of a layer of experts, which has the style {EXPERTS!r}; set tp_size=1"
             raise ConfigError(Problem(f"model.{path}", style, fix))
     found = {}
     for path, layer in base.named_modules():
-        style = style_of(path)
+        style = style_in(plan, path)
         if style is None or style in _WHOLE:
             continue
         # Whole on every rank it costs memory, and is as right.
