@@ -76,6 +76,7 @@ class LoopSaver:
         self._check_options(safe_serialization, save_model_func_kwargs)
         self._warn_of_unfinished_update()
         self.finish()
+        # Its lock would refuse this save, which is of the same loop.
         self._release()  # if Ctrl-C came between the end of the last save and this
         numbered, step = self._project.automatic_checkpoint_naming, self._project.iteration
         place = self._places.find(None if numbered else output_dir, "output_dir")

@@ -341,8 +341,9 @@ class BackgroundSaver:
 Ended = Callable[[Path | None], None]
 
 
-class CommitPolicy:
-    """How a checkpoint is committed once all ranks have written their parts, and what a failure means.
+class VotedCommit:
+    """How a checkpoint is committed once all ranks have written their parts: they send the progress of a save with the
+    counts of their data (`Saver.counters`), and all learn at the same update that it is committed (`Saver.received`).
 
     Attributes:
         raises: a failure of the disk is raised. False: it is logged, costs one checkpoint, and the loop continues.
@@ -357,15 +358,9 @@ class CommitPolicy:
         """Called after a save in the background has committed or failed."""
 
 
-class VotedCommit(CommitPolicy):
-    """Ranks send the progress of a save with the counts of their data (`Saver.counters`), and all learn at the same
-    update that it is committed (`Saver.received`).
-    """
-
-
-class SeenCommit(CommitPolicy):
-    """The writer rank commits when it sees that all ranks have left the lists of their files in the folder. A failure
-    is raised, because nothing saves again.
+class SeenCommit(VotedCommit):
+    """For ranks that exchange no counters: the writer rank commits when it sees that all ranks have left the lists of
+    their files in the folder. A failure is raised, because nothing saves again.
     """
 
     raises = True
@@ -387,7 +382,7 @@ class Saver(BackgroundSaver):
     """
 
     def __init__(
-        self, manager: CheckpointManager, all_ranks: Gang, memory: HostMemory, commit: CommitPolicy
+        self, manager: CheckpointManager, all_ranks: Gang, memory: HostMemory, commit: VotedCommit
     ) -> None:
         super().__init__(manager)
         self.memory, self._all_ranks, self._commit = memory, all_ranks, commit

@@ -74,6 +74,7 @@ class ForeignCheckpoint(Checkpoint, ABC):
 
 def format_of(folder: Path) -> ModuleType | None:
     """The module that reads the checkpoint of another program in `folder`, None for any other folder."""
+    # Windlass writes names of theirs, too (`trainer_state.json`): the manifest decides.
     if (folder / MANIFEST_NAME).exists():
         return None
     known = find_outside("checkpoints of transformers")

@@ -120,6 +120,7 @@ class HostMemory:
             block = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
             self._blocks[name] = block
         self._taken.add(name)
+        # On the stream that computes: the next update waits for it there, so the copy is that of this step.
         return block.copy_(tensor, non_blocking=True)
 
 

@@ -84,6 +84,7 @@ class Checkpoint:
         return rank < self.world_size and name in self._parts_of(rank)
 
     def _parts_of(self, rank: int) -> State:
+        # Kept: all states of a rank are in one pair of files, and are asked for one by one.
         if rank not in self._ranks:
             self._ranks[rank] = self._load(rank_stem(rank), f"the part of rank {rank}")
         return self._ranks[rank]

@@ -193,6 +193,7 @@ def _check_files_of_ranks(store: Store, info: CheckpointInfo | None) -> None:
     """Check that every rank finds the files that it will read on its disk."""
     problem = None
     if info is not None and not info.complete:
+        # Another number of ranks adopts the states of all that saved, and so needs the files of all.
         needed = store.disks.members if info.world_size == store.ranks else range(info.world_size)
         away = next((rank for rank in needed if f"{rank_stem(rank)}.json" not in info.files), None)
         if away is not None:

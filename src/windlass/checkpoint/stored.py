@@ -162,6 +162,7 @@ def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: 
     listed: dict[str, list[str]] = {}
     for weight, name in places.items():
         listed.setdefault(name, []).append(weight)
+    # An index of other people's must not lead to files outside of the folder that the user named.
     if astray := [name for name in listed if Path(name).name != name or name in (".", "..")]:
         raise CheckpointError(f"{path} names {astray[0][:100]!r}, which does not lie in its folder")
     for name in sorted(listed):

@@ -33,6 +33,7 @@ def check_alike(facts: Mapping[str, Any], gang: Gang) -> None:
     if gang.size == 1:
         return
     values = dict(_flat("", facts))
+    # Sorted: ranks that have the same may have gathered it in another order.
     digest = hashed(json.dumps(sorted(values.items())))
     if len(set(gang.gather_objects(digest))) == 1:
         return

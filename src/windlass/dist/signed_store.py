@@ -81,6 +81,7 @@ class SignedStore(Store):
         except ValueError:
             raise ForgedValueError(key, raw[:_MOST_BYTES]) from None
         mac, content = whole[:_MAC_BYTES], whole[_MAC_BYTES:]
+        # In constant time: how long a comparison takes would tell how much of a forged signature is right.
         if not hmac.compare_digest(mac, self._sign(key, content)):
             raise ForgedValueError(key, content)
         return content
@@ -120,4 +121,5 @@ class SignedStore(Store):
 
     def _sign(self, key: str, content: bytes) -> bytes:
         name = self._name(key).encode()
+        # With the length of the name, or two pairs of a name and a content could have one signature.
         return hmac.digest(self._token, len(name).to_bytes(8, "big") + name + content, hashlib.sha256)

@@ -41,6 +41,7 @@ class SwapFiles:
     def kept(self, buffer: Tensor, tensor: Tensor) -> Tensor:
         """The values of `tensor`, which is `buffer` or of its state: mapped from its file, or itself in memory."""
         info = self._info(buffer)
+        # DeepSpeed leaves a tensor without elements in the place of what it has moved to a file.
         if info is None or buffer.numel():
             return tensor
         path = next((kept.swap_path for kept in info.tensors if kept.compute_tensor is tensor), None)
@@ -169,6 +170,7 @@ def lock_files(config: Mapping[str, Any], rank: int) -> contextlib.ExitStack:
 def _lock(folder: Path, path: str, rank: int) -> IO[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Never removed: another run may have opened it, and would lock a file that has no name any more.
         name = folder / f"windlass-rank{rank}.lock"
         lock: IO[str] = os.fdopen(os.open(name, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666), "w")
     except OSError as error:
