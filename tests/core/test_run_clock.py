@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 from windlass.core.run_clock import (
@@ -13,6 +16,7 @@ from windlass.core.run_clock import (
     EXCHANGE,
     SAVE,
     UPDATE,
+    Moment,
     RunClock,
 )
 
@@ -126,3 +130,9 @@ def test_a_session_begins_once_and_is_claimed_once() -> None:
     assert clock.begin()
     assert clock.claim()
     assert clock.read().elapsed == 0.0
+
+
+def test_a_copy_of_a_moment_is_its_time() -> None:
+    began = Moment()
+    for again in (copy.copy(began), copy.deepcopy(began), pickle.loads(pickle.dumps(began))):
+        assert (type(again), again) == (float, float(began)), "another process has another monotonic clock"

@@ -43,6 +43,17 @@ def test_tokens_of_each_expert_are_counted_without_padding() -> None:
     assert load.read() == {}, "since the last report"
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.uint8])
+def test_a_mask_may_have_any_type(dtype: torch.dtype) -> None:
+    mixture, batch = model("mixtral"), collate(samples(3))
+    tokens = int(chosen_by(mixture, batch).sum())
+    load = load_of(mixture)
+    with load.counting():
+        mixture(**{**batch, "attention_mask": batch["attention_mask"].to(dtype)})
+        load.end_update()
+    assert int(load.state_dict()["tokens"].sum()) == tokens
+
+
 def test_experts_without_a_token_are_reported() -> None:
     mixture, batch = model("mixtral"), collate(samples(3))
     with torch.no_grad():

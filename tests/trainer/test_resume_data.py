@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from windlass import Trainer
+from windlass.core.errors import CheckpointError
 
 UPDATE = 8
 
@@ -148,3 +149,32 @@ def test_the_epoch_begins_again_if_that_is_asked_for(
     assert found == whole[4 : 4 + len(found)]
     assert len(found) == 8 - step
     assert ("its first 2 update(s) come twice" in caplog.text) is (step == 6)
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        batch = self.args.per_device_train_batch_size
+        return DataLoader(self.train_dataset, batch_size=batch, collate_fn=self.data_collator)
+
+
+# With updates of the same size the run keeps their number, so it ends within the epoch that it began again.
+@pytest.mark.parametrize(("batch", "end"), [(4, 1.75), (2, 2.0)])
+@pytest.mark.parametrize("kinds", [(Trainer, OwnLoader), (OwnLoader, Trainer)])
+def test_another_kind_of_loader_is_refused_or_begins_the_epoch_again(
+    kinds: tuple[type[Trainer], type[Trainer]], batch: int, end: float, tmp_path: Path
+) -> None:
+    data = rows(32)
+    first = {"max_steps": 10, "save_strategy": "steps", "save_steps": 10}
+    kinds[0](Net(), arguments(tmp_path, **first), train_dataset=data).train()
+
+    def resume(**changes: Any) -> float:
+        args = arguments(
+            tmp_path, per_device_train_batch_size=batch, num_train_epochs=2, max_steps=-1, **changes
+        )
+        resumed = kinds[1](Net(), args, train_dataset=data)
+        resumed.train(resume_from_checkpoint=True)
+        return resumed.state.epoch
+
+    with pytest.raises(CheckpointError, match=r"another kind of loader.*ignore_data_skip=True"):
+        resume()
+    assert resume(ignore_data_skip=True) == end

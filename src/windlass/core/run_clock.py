@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from windlass.core.process_identity import process_age
 
@@ -33,6 +33,10 @@ class Moment(float):
         made = super().__new__(cls, time.time())
         made._began = time.monotonic()
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy may be read in another process, whose monotonic clock is another one.
+        return float, (float(self),)
 
     def elapsed(self) -> float:
         """Seconds since then."""

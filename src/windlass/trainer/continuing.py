@@ -90,8 +90,9 @@ def restore_foreign(
 def find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation: int) -> ForeignPlace:
     """The place of a foreign run in this run's data."""
     step, whole = checkpoint.step, source.groups_per_epoch(accumulation)
-    if whole is None:
-        # A stream has no known length: its epoch counts whole passes, and the rest as a fraction of the run.
+    if not whole:
+        # A stream has no known length, and an empty loader is refused where it is read. The epoch counts whole passes,
+        # and the rest as a fraction of the run.
         epoch = int(checkpoint.epoch)
         updates = round((checkpoint.epoch - epoch) * checkpoint.max_steps) if epoch else step
         return ForeignPlace(epoch, updates, None, source.position_after(epoch, updates, accumulation))

@@ -95,7 +95,7 @@ class ExpertLoad:
             chosen = next(t for t in given if isinstance(t, Tensor) and t.dtype == torch.int64)
             ones = torch.ones_like(chosen)
             if isinstance(self._mask, Tensor) and self._mask.numel() == len(chosen):
-                ones = ones * self._mask.reshape(-1, 1)
+                ones = ones * (self._mask != 0).reshape(-1, 1)  # a mask may be of floats
             self._update[row].scatter_add_(0, chosen.flatten(), ones.flatten())
 
         return count

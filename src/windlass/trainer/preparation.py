@@ -29,6 +29,7 @@ from windlass.core.errors import CheckpointError, ConfigError, ModelError, Probl
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
 from windlass.core.mesh import Axis, Mesh
+from windlass.data.dealt_loader import DealtLoader
 from windlass.data.loader import Loader
 from windlass.data.update_batch import GroupSource
 from windlass.dist.alike import check_alike, optimizer_facts
@@ -48,6 +49,7 @@ from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.publishing import fetched
 from windlass.trainer.resuming import (
     CheckpointSource,
+    check_same_loader,
     resumed_progress,
     saved_position,
     saved_update_size,
@@ -225,6 +227,8 @@ def plan_run(
     """Plan a run over `loader`, from the beginning or from a checkpoint. Collective."""
     call, session = services.plans.of(args), services.session
     position = None if call.data.restart_epoch else saved_position(checkpoint)
+    if checkpoint is not None and position is not None:
+        check_same_loader(checkpoint, position, dealt=isinstance(loader, DealtLoader))
     source = group_source(call, session.data_ranks, loader, position)
     saved_size = None if checkpoint is None else saved_update_size(checkpoint)
     size, note = update_size(call.batches, saved_size, services.fitter.train)
@@ -235,7 +239,7 @@ def plan_run(
         place = find_place(checkpoint, source, size.accumulation)
         progress = place.progress(checkpoint.step)
     elif checkpoint is not None:
-        progress = resumed_progress(checkpoint, source, size.accumulation)
+        progress = resumed_progress(checkpoint, source, size.accumulation, position)
     per_epoch = source.groups_per_epoch(size.accumulation)
     facts = Facts(
         per_epoch, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden, absent=hooks.absent,

@@ -14,7 +14,7 @@ from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.opening import open_on_all, store_of_checkpoint
 from windlass.config.plan import UpdateSize
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
 from windlass.core.script_command import Needs, needs_to_resume
@@ -107,18 +107,22 @@ class CheckpointSource:
 # --- the progress of a checkpoint's run -----------------------------------------------------------------------------
 
 
-def resumed_progress(checkpoint: Checkpoint, source: GroupSource, accumulation: int) -> Progress | None:
-    """The progress before updates changed their size (batch, accumulation, ranks); None if they did not."""
+def resumed_progress(
+    checkpoint: Checkpoint, source: GroupSource, accumulation: int, position: State | None
+) -> Progress | None:
+    """The progress before updates changed their size (batch, accumulation, ranks); None if they did not. `position` is
+    where the data continues; None: at the beginning of the epoch.
+    """
     if not checkpoint.has("loop"):
         return None
     loop, per_epoch = checkpoint.shared("loop"), source.groups_per_epoch(accumulation)
     with reading(checkpoint, "loop"):
-        position = loop["position"]
         if per_epoch is None or per_epoch == loop["updates_per_epoch"]:
             return None
         left = source.groups_left(position, accumulation) if position else None
-        if left is None:
-            return Progress(checkpoint.step, loop["epoch"] * per_epoch)
+        if left is None or position is None:
+            # The epoch is counted once its end was handled.
+            return Progress(checkpoint.step, (loop["epoch"] + bool(loop["data_spent"])) * per_epoch)
         return Progress(checkpoint.step, (position["epoch"] + 1) * per_epoch - left)
 
 
@@ -169,6 +173,20 @@ def saved_position(checkpoint: Checkpoint | None) -> State | None:
     with reading(checkpoint, "loop"):
         position: State = checkpoint.shared("loop")["position"]
         return position or None
+
+
+def check_same_loader(checkpoint: Checkpoint, position: State, *, dealt: bool) -> None:
+    """Raise CheckpointError if a position is one in the data of another kind of loader. `dealt`: Windlass deals the
+    samples of this run, not a loader of the script.
+    """
+    was_dealt = "batches" not in position  # the unit of a script's loaders
+    if was_dealt is not dealt:
+        kinds = {True: "one of Windlass", False: "one of the script"}
+        raise CheckpointError(
+            f"{checkpoint.folder} has the position of another kind of loader, {kinds[was_dealt]}, and this run reads "
+            f"with {kinds[dealt]}: return the same from get_train_dataloader, or set ignore_data_skip=True to begin "
+            "the epoch again"
+        )
 
 
 def merged_ledger(ledgers: list[State], mine: bool) -> State:
