@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from windlass.core.errors import ConfigError
-from windlass.transforms.recompute import apply_recompute
+from windlass.transforms.recompute import apply_recompute, recomputes_reentrantly
 
 
 class Block(nn.Module):
@@ -230,3 +230,66 @@ def test_a_switch_of_the_older_kind_is_used() -> None:
     model = Old()
     apply_recompute(model)
     assert model.given == {"use_reentrant": False}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_recomputation_within_the_backward_is_known(offload: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    for reentrant in (False, True):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        apply_recompute(model, {"use_reentrant": reentrant, "offload": offload})
+        assert recomputes_reentrantly(model) is reentrant
+
+
+@pytest.mark.parametrize("options", [{}, {"use_reentrant": True}])
+def test_statistics_of_a_hugging_face_model_are_those_of_one_forward(options: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    off = dict.fromkeys(("layerdrop", "hidden_dropout", "attention_dropout", "feat_proj_dropout", "mask_time_prob",
+                         "activation_dropout", "conformer_conv_dropout"), 0.0)  # fmt: skip
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, conv_dim=(8,),
+        conv_stride=(5,), conv_kernel=(10,), num_feat_extract_layers=1, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, conv_depthwise_kernel_size=3, **off,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.Wav2Vec2ConformerModel(config).train()
+    model, sound = apply_recompute(copy.deepcopy(plain), options), torch.randn(2, 200)
+    for each in (plain, model):
+        each(sound).last_hidden_state.square().sum().backward()
+    assert any(name.endswith("running_mean") for name, _ in plain.named_buffers())
+    # Without gradients, as in the first run of a re-entrant block, a convolution may round otherwise.
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Norms(nn.Module):
+    """Running statistics of a norm that does not compute with them, and an average that the forward subtracts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        self.last = x.detach().clone()
+        return x + self.norm(torch.tanh(self.layer(x - self.mean.clone())))
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"selective": True}])
+def test_buffers_are_those_of_one_forward(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Norms(), Norms())
+    model = apply_recompute(copy.deepcopy(plain), options)
+    for _ in range(2):
+        x = torch.randn(6, 4)
+        for each in (plain, model):
+            each(x).square().sum().backward()
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]

@@ -283,8 +283,9 @@ class OwnLoop:
         return self._normaliser.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        # As in a new process: micro-batches before the load are no part of the next update.
-        self._prepared.executors.abandon()
+        # As in a new process: micro-batches before the load are no part of the next update. An optimizer that the
+        # script has taken from the list, so that it is neither saved nor loaded, keeps its gradients.
+        self._prepared.executors.abandon(self._prepared.optimizers)
         self._normaliser.load_state_dict(state)
 
     def free_memory(self) -> None:

@@ -223,9 +223,9 @@ class Executors:
                 follower.follow_scale(factor)
         return applied
 
-    def abandon(self) -> None:
-        """Drop the gradients of the update under way."""
-        for executor in map(self.executor_of, self._known()):
+    def abandon(self, optimizers: Iterable[PreparedOptimizer]) -> None:
+        """Drop the gradients of the update under way of these optimizers."""
+        for executor in map(self.executor_of, optimizers):
             executor.zero_grad()
             executor.abandon()
 

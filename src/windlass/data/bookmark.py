@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -112,7 +112,7 @@ class Places:
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._state: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
+        self._dataset = dataset
         # Once there is a reason, no state is asked for again: `state_dict` may be expensive, and fail in each row.
         self._reason = why_without_state(dataset)
         self._newest: StreamPlace | None = None
@@ -120,7 +120,7 @@ class Places:
 
     def after(self, position: int) -> StreamPlace:
         """The newest state, taken some rows before `position` at most. To be called once per row."""
-        if self._reason or self._state is None:
+        if self._reason:
             return StreamPlace(0, None, self._reason)
         self._rows += 1
         if self._newest is None or self._rows % self._stride == 0:
@@ -128,10 +128,9 @@ class Places:
         return self._newest
 
     def _taken(self, position: int) -> StreamPlace:
-        assert self._state is not None
         copier = _Copier()
         try:
-            state = copier.copy(self._state(), ())
+            state = copier.copy(self._dataset.state_dict(), ())
         except _UnsavableError as refusal:
             self._reason = f"its state cannot be saved: {refusal}"
         except Exception as error:

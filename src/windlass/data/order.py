@@ -119,12 +119,6 @@ class Order(Sampler[int]):
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         raise NotImplementedError
 
-    def _shuffled(self, epoch: int) -> np.ndarray[Any, Any]:
-        # Sorting raw 64-bit draws rather than `permutation`: NumPy promises that a bit generator's stream
-        # never changes, but not what its distributions make of it; a checkpoint outlives a NumPy version.
-        draws = np.random.PCG64(derive_seed(STREAM_ORDER, self.seed, epoch)).random_raw(self._length)
-        return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
-
 
 class SequentialOrder(Order):
     """The dataset's own order, in each epoch."""
@@ -137,10 +131,13 @@ class RandomOrder(Order):
     """A uniformly random permutation, another one in each epoch."""
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
-        return self._shuffled(epoch)
+        # Sorting raw 64-bit draws rather than `permutation`: NumPy promises that a bit generator's stream
+        # never changes, but not what its distributions make of it; a checkpoint outlives a NumPy version.
+        draws = np.random.PCG64(derive_seed(STREAM_ORDER, self.seed, epoch)).random_raw(self._length)
+        return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
 
 
-class LengthGroupedOrder(Order):
+class LengthGroupedOrder(RandomOrder):
     """Samples of similar length side by side, so that little is padded, in another random order in each epoch.
 
     A random permutation is cut into stretches of up to 50 updates (at least four stretches where the data
@@ -159,7 +156,7 @@ class LengthGroupedOrder(Order):
         self._stretch = max(1, min(self._length // (batch * 4), 50)) * batch
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
-        order = self._shuffled(epoch)
+        order = super()._order(epoch)
         if not len(order):
             return order
         starts = range(0, self._length, self._stretch)

@@ -53,6 +53,7 @@ class BranchedRow:
         for prefix, *branches in self._groups:
             first = len(lengths)
             for number, branch in enumerate(branches):
+                # The first branch is one document with the prefix, whose keys come before those of the others.
                 shared = prefix if number else 0
                 masks.append(_mask(function, shared, prefix + branch, device))
                 lengths.append(prefix + branch - shared)

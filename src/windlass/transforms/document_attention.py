@@ -296,6 +296,7 @@ def _by_positions(
     ):
         return mask
     starts = document_starts(positions)
+    # One document in each row: the mask is right as it is, with the padding that it knows.
     if len(starts) == rows:
         return mask
     borders = with_end(starts, rows * length)

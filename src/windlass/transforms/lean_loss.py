@@ -161,6 +161,7 @@ def _without_logits(model: nn.Module, core: nn.Module, run: Callable[[LeanHead],
             _known[key] = staged.lean_head  # of the whole model: a stage cannot be measured
         known = _known.get(key)
         if key not in _known or (known is not None and not known.is_of(core)):
+            # Before the measurement: one that fails is not repeated for each batch.
             _known[key] = None
             if is_compiled(model, core):
                 raise InexactLossError("it is compiled as a whole; compile its layers")

@@ -1,6 +1,7 @@
 """Activation checkpointing (arXiv:1604.06174): blocks drop their activations and recompute them in the backward.
 
-Gradients have the same bits as without it: random draws inside a block are repeated from the saved generator state.
+Gradients and buffers have the same bits as without it: random draws inside a block are repeated from the saved
+generator state, with the buffers as they were, and running statistics are not updated twice.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.core.errors import ConfigError, Problem, refuse
@@ -31,6 +32,7 @@ _PLAIN_OPTIONS = (
     "preserve_rng_state",
     "determinism_check",
 )
+_OWN_FUNCTION = "_gradient_checkpointing_func"
 _ATTENTION = "attention"  # every kernel of it
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", "linear", _ATTENTION)
 
@@ -93,6 +95,8 @@ def recomputes_reentrantly(model: nn.Module) -> bool:
 
 def _is_reentrant(module: nn.Module) -> bool:
     function = getattr(module, "_gradient_checkpointing_func", None)
+    while isinstance(function, functools.partial) and function.func in (_offloaded, _with_own_buffers):
+        function = function.args[-1]
     if not getattr(module, "gradient_checkpointing", False) or not isinstance(function, functools.partial):
         return False
     return bool(function.keywords.get("use_reentrant"))
@@ -145,28 +149,74 @@ def _use_own_switch(model: nn.Module, switch: str, chosen: dict[str, Any], every
             raise ConfigError(Problem(f"{_FIELD}.every_n_layers", every, fix))
         arguments["every_n_layers"] = every
     enable(**arguments)
-    if offload:
-        _offload_own(model, switch)
-
-
-def _offload_own(model: nn.Module, switch: str) -> None:
-    """Replace the function by which each module of `model` recomputes, as transformers' models have one."""
-    name = "_gradient_checkpointing_func"
-    found: list[Any] = [module for module in model.modules() if hasattr(module, name)]
-    if not found:
-        fix = (
-            f"{type(model).__name__}.{switch} sets no {name} in its modules, through which Windlass offloads"
-        )
+    # As transformers' models have one: the function by which a module recomputes.
+    found: list[Any] = [module for module in model.modules() if hasattr(module, _OWN_FUNCTION)]
+    if offload and not found:
+        fix = f"{type(model).__name__}.{switch} sets no {_OWN_FUNCTION} in its modules, through which Windlass offloads"
         raise ConfigError(Problem(f"{_FIELD}.offload", True, fix))
+    keeps_statistics = any(getattr(part, "track_running_stats", False) for part in model.modules())
     mover = ActivationOffload()
     for module in found:
-        setattr(module, name, functools.partial(_offloaded, mover, getattr(module, name)))
+        repeat = getattr(module, _OWN_FUNCTION)
+        repeat = functools.partial(_offloaded, mover, repeat) if offload else repeat
+        setattr(
+            module,
+            _OWN_FUNCTION,
+            functools.partial(_with_own_buffers, repeat) if keeps_statistics else repeat,
+        )
 
 
 def _offloaded(mover: ActivationOffload, repeat: Any, *args: Any, **kwargs: Any) -> Any:
     """Recompute with the inputs of the block on the host."""
     with mover.saving():
         return repeat(*args, **kwargs)
+
+
+def _with_own_buffers(repeat: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Recompute `forward`, which is a method of a block, perhaps with some of its arguments: the block is what it is
+    bound to, or the first of these.
+    """
+    first = next(iter(getattr(forward, "args", ())), None)
+    block = getattr(getattr(forward, "func", forward), "__self__", first)
+    has_buffers = isinstance(block, nn.Module) and next(block.buffers(), None) is not None
+    return repeat(_Repeated(block, forward) if has_buffers else forward, *args, **kwargs)
+
+
+class _Repeated:
+    """A forward of a block that runs again in the backward: with the buffers as they were before the first time, and
+    without changing them once more.
+    """
+
+    def __init__(self, block: Any, forward: Callable[..., Any]) -> None:
+        self._block, self._forward = block, forward
+        self._before: dict[tuple[int, str], Tensor] | None = None  # of buffers that the first run changed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = [
+            (part._buffers, name, buffer)
+            for part in self._block.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+        if self._before is None:
+            # Copies of all are there for this forward alone: a block may have large masks, which do not change. Batch
+            # norms change their statistics unseen, which they do not compute with.
+            copies = [(buffer.clone(), buffer._version) for _, _, buffer in own]
+            made = self._forward(*args, **kwargs)
+            self._before = {
+                (id(table), name): copy
+                for (table, name, buffer), (copy, version) in zip(own, copies, strict=True)
+                if table.get(name) is not buffer or buffer._version != version
+            }
+            return made
+        # Other tensors and not other values: what autograd has saved must not change.
+        for table, name, buffer in own:
+            table[name] = self._before.get((id(table), name), buffer).clone()
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for table, name, buffer in own:
+                table[name] = buffer
 
 
 # Plain modules
@@ -186,6 +236,8 @@ def _wrap_blocks(
     repeat: Any = functools.partial(checkpoint, **chosen)
     if offload:
         repeat = functools.partial(_offloaded, ActivationOffload(), repeat)
+    if any(next(block.buffers(), None) is not None for block in blocks):
+        repeat = functools.partial(_with_own_buffers, repeat)
     for block in blocks[::every]:
         if not isinstance(block, _Recomputed):  # a second `train()` has a prepared model
             mix(_Recomputed, block)

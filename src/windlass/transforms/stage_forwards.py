@@ -14,6 +14,7 @@ from windlass.transforms.stage_link import StageLink
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a forward, which all ranks have."""
 
+# Errors that scripts and measurements catch by their class, on whichever rank they were raised.
 _BUILT_IN = {kind.__name__: kind for kind in (TypeError, ValueError, KeyError, IndexError)}
 
 
@@ -69,6 +70,7 @@ class StageForwards:
                 if stage == len(self._placement) - 1:
                     described.append(_described(result))
             except Exception as raised:
+                # Raised once all ranks know of it: the next stage waits for a tensor, or to hear that there is none.
                 error = raised
         self._pass_on(stage, result)
         return result, error

@@ -59,6 +59,7 @@ def _spread(
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
+    # Before anything is divided: a module stays as it was divided, also after an error.
     stages = 1 if plan.pipeline is None else plan.pipeline.size
     for field, size in (("tp_size", plan.tensor), ("ep_size", plan.expert), ("pp_size", stages)):
         if in_backward and size > 1:

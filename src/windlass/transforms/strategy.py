@@ -53,6 +53,7 @@ class Strategy:
         self._buffer_ranks = gang or Gang()
         self.own = OwnState(module, differs=self._buffer_ranks.size > 1)
         self.at_release: list[Callable[[], None]] = []
+        # Asked once: `total_norm` runs in each update, and kernels over lists take tensors of one device.
         devices = {p.device for p in module.parameters() if p.requires_grad}
         self._one_device = len(devices) <= 1
 

@@ -68,11 +68,13 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
             found.__class__ = _with_own_heads(kind, counts, tensor_ranks.size)
             continue
         takes_part, transposed = style in ROWS, is_transposed(layer)
+        # `nn.Linear` has its outputs in rows, and `Conv1D` its inputs.
         dim = 1 if style == HEADS_EMBEDDING else int(takes_part != transposed)
         size = found.weight.shape[dim]
         split = TensorSplit(size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group)
         for name in ("weight", "bias"):
             parameter = layer._parameters.get(name)
+            # The bias of a row-wise layer stays whole: it is added once, to the sum over ranks.
             if parameter is None or (name == "bias" and takes_part):
                 continue
             if id(parameter) not in parts:  # with the whole one, whose identity would be given to another
@@ -116,6 +118,7 @@ class ColumnLinear(nn.Linear):
             return Joined(input, positions).linear(_matrix(self), bias)
         assert self.sequence_parts is not None, "it divides positions"
         known = self.sequence_parts.joined
+        # What the layer around it has joined: its backward joins the positions again instead of keeping all of them.
         if known is not None and known.whole is input:
             return known.linear(_matrix(self), bias)
         return nn.functional.linear(input, _matrix(self), bias)
@@ -180,12 +183,14 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., size), on every rank."""
         here, places = self.split.located(input)
+        # PyTorch leaves out the gradient of the padding token by its place, which one rank has.
         padding, tokens = self.padding_idx, self.split.mine
         found = nn.functional.embedding(
             places,
             mine(self.weight),
             padding - tokens.start if padding is not None and padding in tokens else None,
         )
+        # Those of other ranks were looked up at place 0, which is another token's.
         own = found.masked_fill(~here[..., None], 0)
         return summed(own, self.split)
 
