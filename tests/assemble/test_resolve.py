@@ -216,7 +216,9 @@ def test_a_plan_is_resolved_once(plannings: list[World]) -> None:
 def test_the_launcher_may_say_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert plan_of().precision.compute == "bf16"
-    assert plan_of(fp16_full_eval=True, tf32=False).precision == PrecisionPlan("bf16", "fp16", False)
+    plan = plan_of(fp16_full_eval=True, tf32=False)
+    assert plan.precision == PrecisionPlan("bf16", tf32=False)
+    assert plan.evaluations.cast == "fp16"
 
 
 def test_the_plan_is_frozen() -> None:
