@@ -193,9 +193,12 @@ class OwnState:
 
     def __init__(self, module: nn.Module, differs: bool) -> None:
         self._module, self.differs = module, differs
-        if module not in _as_built:
-            _as_built[module] = {n: _remembered(buffer) for n, buffer in unsaved_buffers(module).items()}
-        self._before = _as_built[module]
+        before = _as_built.get(module)
+        # Without values as long as the module is on the meta device, where one waits for the weights of another rank.
+        if before is None or any(isinstance(kept, Tensor) and kept.is_meta for kept in before.values()):
+            before = {name: _remembered(buffer) for name, buffer in unsaved_buffers(module).items()}
+            _as_built[module] = before
+        self._before = before
 
     def state_dict(self) -> State:
         """The state of this rank, by name."""
