@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,15 @@ def test_dropout_that_cannot_be_switched_off_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot switch off config.hidden_dropout=0.5: set it to 0"):
         without_dropout(falcon(0.5))
     without_dropout(falcon(0.0))
+
+
+def test_a_forward_that_cannot_be_looked_into_may_read_any_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may put any callable in the place of a model's forward."""
+    model = falcon(0.5)
+    for kind in {type(module) for module in model.modules() if hasattr(module, "config")}:
+        monkeypatch.setattr(kind, "forward", functools.partial(kind.forward))
+    with pytest.raises(ConfigError, match=r"cannot switch off .*config.hidden_dropout=0.5"):
+        without_dropout(model)
 
 
 def test_a_reference_without_the_adapter_draws_nothing(tmp_path: Path) -> None:

@@ -118,9 +118,8 @@ class PackageTracker(GeneralTracker):
     identity: ClassVar[str] = "id"
     closes: ClassVar[str] = "finish"
     project_variable: ClassVar[str] = ""
-    is_ours = (
-        True  # False for a run that the script has opened: it goes on after training, and is not closed here
-    )
+    # False for a run that the script has opened: it goes on after training, and is not closed here
+    is_ours = True
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()

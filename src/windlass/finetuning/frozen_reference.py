@@ -246,8 +246,11 @@ def _read_in_forwards(model: nn.Module) -> list[str]:
         fields = getattr(getattr(module, "config", None), "__dict__", {})
         shares = {name: value for name, value in fields.items() if "drop" in name and value}
         if any(_without_shares(value) != value for value in shares.values()):
-            code = dis.get_instructions(inspect.unwrap(type(module).forward))
-            read = {field.argval for owner, field in pairwise(code) if owner.argval == "config"}
+            forward = inspect.unwrap(type(module).forward)
+            read = set(shares)  # of what is not a function, such as a `functools.partial`, nothing is known
+            if inspect.isfunction(forward):
+                code = dis.get_instructions(forward)
+                read = {field.argval for owner, field in pairwise(code) if owner.argval == "config"}
             found += [f"config.{name}={shares[name]}" for name in shares if name in read]
     return found
 

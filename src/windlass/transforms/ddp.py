@@ -111,7 +111,7 @@ class DataParallel(Strategy):
 
     @property
     def model(self) -> nn.Module:
-        return self._module if self._wrapper is None else self._wrapper
+        return self.module if self._wrapper is None else self._wrapper
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:
         return _NOTHING if last or self._wrapper is None else self._wrapper.no_sync()
@@ -141,19 +141,19 @@ class DataParallel(Strategy):
         """
         if self._wrapper is None or not self._wrapper.static_graph:
             return
-        before = ForwardState(self._module)
-        with preserved_rng(device_of(self._module)):
+        before = ForwardState(self.module)
+        with preserved_rng(device_of(self.module)):
             for _ in range(2):
                 backward()
-                self._module.zero_grad(set_to_none=True)
+                self.module.zero_grad(set_to_none=True)
         self._compression.forget()
         before.restore()
 
     def share_buffers(self) -> None:
-        broadcast(self._module.buffers(), self._loss_ranks)
+        broadcast(self.module.buffers(), self._loss_ranks)
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return shared_buffers(self._module, self.share_buffers)
+        return shared_buffers(self.module, self.share_buffers)
 
     def _release(self) -> None:
         # A process group that is still referenced at interpreter shutdown aborts the process.

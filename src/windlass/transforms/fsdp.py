@@ -138,7 +138,7 @@ class FullyShardedModel(HeldInParts):
 
     def stage_ended(self, tensor: Tensor) -> Tensor:
         """What FSDP2 does at the end of a forward, which does not return here."""
-        found: Tensor = self._module._get_fsdp_state()._post_forward(self._module, (), tensor)  # type: ignore[operator]
+        found: Tensor = self.module._get_fsdp_state()._post_forward(self.module, (), tensor)  # type: ignore[operator]
         return found
 
     def _keep_gathered(self, yes: bool) -> None:
@@ -228,21 +228,21 @@ class FullyShardedModel(HeldInParts):
         to a smaller group of ranks (a whole number for `reshard`).
         """
         self._free_after_forward(False)
-        self._module._is_gathered = True  # type: ignore[assignment]
+        self.module._is_gathered = True  # type: ignore[assignment]
         try:
             for unit in self._units:  # the memory for the next one may not be there
                 unit.unshard()
-            with undivided(self._module):
+            with undivided(self.module):
                 yield
         finally:
-            self._module._is_gathered = False  # type: ignore[assignment]
+            self.module._is_gathered = False  # type: ignore[assignment]
             for unit in self._units:
                 unit.reshard()
             self._free_after_forward(True)
 
     def cast(self, dtype: torch.dtype, device: torch.device) -> None:
         """Offloaded parameters stay on the host."""
-        self._module.to(dtype=dtype)
+        self.module.to(dtype=dtype)
         for unit in self._units:
             for group in groups_of(unit):
                 for parameter in group.fsdp_params:

@@ -38,7 +38,7 @@ class HeldInParts(Strategy):
     @property
     def _norm_device(self) -> torch.device:
         """The device on which the squares of norms are added up."""
-        return device_of(self._module)
+        return device_of(self.module)
 
     def _sum_of_norm(self, square: Tensor) -> Tensor:
         """The sum over ranks."""
@@ -73,8 +73,8 @@ class HeldInParts(Strategy):
 
     def gathered(self) -> AbstractContextManager[None]:
         """Forwards inside do not communicate. Changes to divided parameters are lost."""
-        return undivided(self._module)
+        return undivided(self.module)
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
-        return whole_on_main(self._module, self._stage_ranks.world.is_main)
+        return whole_on_main(self.module, self._stage_ranks.world.is_main)

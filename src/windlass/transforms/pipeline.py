@@ -44,8 +44,8 @@ class StageCopies(Strategy):
 
     def reduce(self) -> None:
         if self._loss_ranks.size > 1:
-            experts = set(expert_parameters(self._module))
-            trained = [p for p in present(self._module.parameters()) if p.requires_grad and p not in experts]
+            experts = set(expert_parameters(self.module))
+            trained = [p for p in present(self.module.parameters()) if p.requires_grad and p not in experts]
             average_gradients(trained, self._loss_ranks.sum_on_device, self._loss_ranks.size)
 
 
@@ -207,10 +207,10 @@ class Pipeline(Strategy):
                 whole[id(parameter)] = parameter.detach() if here else value.cpu()
         if not is_first:
             return {}
-        named = dict(self._module.named_parameters(remove_duplicate=False))
+        named = dict(self.module.named_parameters(remove_duplicate=False))
         return {
             name: whole[id(named[name])] if name in named else value
-            for name, value in state_of(self._module).items()
+            for name, value in state_of(self.module).items()
         }
 
     @contextlib.contextmanager

@@ -110,9 +110,9 @@ class Replicas(Strategy):
         """Run one discarded backward, to find the order of gradients. Buffers, extra states and random generators are
         restored. Collective.
         """
-        before = ForwardState(self._module)
+        before = ForwardState(self.module)
         self._recorded = []
-        with preserved_rng(device_of(self._module)):
+        with preserved_rng(device_of(self.module)):
             backward()
         before.restore()
         found, self._recorded = self._recorded, None

@@ -49,7 +49,7 @@ class Strategy:
     filling = False
 
     def __init__(self, module: nn.Module, gang: Gang | None = None) -> None:
-        self._module = module
+        self.module = module
         self._buffer_ranks = gang or Gang()
         self.own = OwnState(module, differs=self._buffer_ranks.size > 1)
         self.at_release: list[Callable[[], None]] = []
@@ -59,11 +59,7 @@ class Strategy:
 
     @property
     def model(self) -> nn.Module:
-        return self._module
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
+        return self.module
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one forward and backward: gradients are reduced over ranks in the last one of an update only."""
@@ -85,7 +81,7 @@ class Strategy:
         every rank. No host sync.
         """
         if not gradients:
-            return torch.zeros((), device=device_of(self._module))
+            return torch.zeros((), device=device_of(self.module))
         if self._one_device:
             norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
             return norms
@@ -127,7 +123,7 @@ class Strategy:
 
     def square(self, gradient: Tensor) -> Tensor:
         """This rank's part of the squared L2 norm of a reduced gradient: a scalar, at least in fp32. No host sync."""
-        return squared_norm(gradient).to(device_of(self._module))
+        return squared_norm(gradient).to(device_of(self.module))
 
     def norm_of(self, square: Tensor) -> Tensor:
         """The global norm, from this rank's sum of `square`. Collective if ranks have different gradients."""
@@ -148,18 +144,18 @@ class Strategy:
 
     def share_buffers(self) -> None:
         """Send the buffers of the first rank that has each to the others. Collective."""
-        broadcast(self._module.buffers(), self._buffer_ranks)
+        broadcast(self.module.buffers(), self._buffer_ranks)
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         """Context in which all ranks have the buffers of the first rank that has each, which are saved. Collective."""
-        return shared_buffers(self._module, self.share_buffers) if self._buffer_ranks.size > 1 else _NOTHING
+        return shared_buffers(self.module, self.share_buffers) if self._buffer_ranks.size > 1 else _NOTHING
 
     def whole_state(self) -> dict[str, Any]:
         """The state dict with whole tensors by the names of the bare module, and extra states as they are. Collective.
 
         Complete on rank 0 (on the host if parameters are sharded), possibly empty on others.
         """
-        return dict(bare(self._module).state_dict())
+        return dict(bare(self.module).state_dict())
 
     def gathered(self) -> AbstractContextManager[Any]:
         """Context in which all ranks have whole parameters, to inspect them. Collective."""
@@ -173,7 +169,7 @@ class Strategy:
 
     def cast(self, dtype: torch.dtype, device: torch.device) -> None:
         """Cast the module to `dtype` in place, on `device`; later forwards compute in it. Training cannot undo it."""
-        self._module.to(dtype=dtype, device=device)
+        self.module.to(dtype=dtype, device=device)
 
     def release(self) -> None:
         """Release wrappers and their process groups after training; `model` is `module` from then on."""

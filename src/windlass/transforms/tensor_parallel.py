@@ -140,8 +140,8 @@ class TensorParallel(HeldInParts):
     def reduce(self) -> None:
         """Average gradients: those of parts over the loss ranks, the others over all ranks of the stage."""
         if self._loss_ranks.size > 1:
-            experts = set(expert_parameters(self._module))  # which their own backward averages
-            trained = [p for p in present(self._module.parameters()) if p.requires_grad]
+            experts = set(expert_parameters(self.module))  # which their own backward averages
+            trained = [p for p in present(self.module.parameters()) if p.requires_grad]
             parts = [p for p in trained if is_cut(p) and p not in experts]
             average_gradients(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
         self._division.average_shared(self._stage_ranks.sum_on_device, self._stage_ranks.size)

@@ -58,7 +58,7 @@ class ZeroModel(Alone):
 
     @property
     def model(self) -> nn.Module:
-        return self._module if self._engine is None else self._engine.model
+        return self.module if self._engine is None else self._engine.model
 
     def multiply(self, gradients: list[Tensor], factor: Tensor) -> None:
         """The engine has the gradients, and multiplies all of them in its next step."""
@@ -71,7 +71,7 @@ class ZeroModel(Alone):
         """Gathered one parameter at a time, onto the host of rank 0. Empty on other ranks."""
         if not self.sharded:
             return super().whole_state()
-        own = dict(bare(self._module).state_dict(keep_vars=True))
+        own = dict(bare(self.module).state_dict(keep_vars=True))
         state: dict[str, Any] = {}
         copies: dict[int, Tensor | None] = {}  # None on other ranks, which gather tied weights once, too
         for name, value in own.items():
@@ -90,7 +90,7 @@ class ZeroModel(Alone):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        with self._parts.gathered(self._module.parameters()):
+        with self._parts.gathered(self.module.parameters()):
             yield
 
     def _release(self) -> None:
@@ -99,7 +99,7 @@ class ZeroModel(Alone):
             self._engine.release()
             self._engine = None
         if not self.sharded:
-            keep_elsewhere(self._module, None)
+            keep_elsewhere(self.module, None)
 
 
 def frozen_model(
