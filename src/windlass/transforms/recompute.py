@@ -94,7 +94,7 @@ def recomputes_reentrantly(model: nn.Module) -> bool:
 
 
 def _is_reentrant(module: nn.Module) -> bool:
-    function = getattr(module, _OWN_FUNCTION, None)
+    function = getattr(module, "_gradient_checkpointing_func", None)  # in full: a law lists such names
     while isinstance(function, functools.partial) and function.func in (_offloaded, _with_own_buffers):
         function = function.args[-1]
     if not getattr(module, "gradient_checkpointing", False) or not isinstance(function, functools.partial):
