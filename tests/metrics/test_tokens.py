@@ -74,6 +74,9 @@ def test_positions_with_and_without_padding(lengths: list[int]) -> None:
     assert by_mask({"input_ids": batch["input_ids"]}) == (positions, positions), (
         "no mask or pad: all are real"
     )
+    assert by_mask({**batch, "attention_mask": mask.bfloat16()}) == by_mask(batch)
+    between = mask[:, None, None, :].expand(-1, 1, 5, -1)  # which positions see which: no count of tokens
+    assert by_token({**batch, "attention_mask": between}) == by_token({"input_ids": batch["input_ids"]})
     assert by_mask([1]) == by_mask({"x": mask}) == InputCounter()([1]) == (0, 0)
     assert InputCounter()(batch) == (positions, positions)
     assert InputCounter(tokens="no")(batch) == (0, positions)

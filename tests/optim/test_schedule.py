@@ -169,6 +169,12 @@ def test_what_cannot_be_is_refused_by_name(name: str, options: dict[str, Any], m
     assert any(part in str(caught.value) for part in message.split("|"))
 
 
+def test_a_floor_needs_a_peak_to_be_a_share_of() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    with pytest.raises(ConfigError, match=r"learning_rate=0.0: .*min_lr=0.01 needs a learning rate above 0"):
+        build_schedule("cosine_with_min_lr", optimizer, total_steps=10, options={"min_lr": 0.01})
+
+
 def test_a_warmup_without_effect_is_warned_of() -> None:
     with heard() as records:
         build_schedule("constant", parameters(), total_steps=10, warmup_steps=7)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from windlass.core.types import IGNORED
@@ -90,8 +91,8 @@ class InputCounter:
     def _real(self, batch: Any, main: Any, positions: int) -> int:
         """Positions other than padding, by the attention mask or else by the padding token."""
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if isinstance(mask, Tensor):
-            return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else (mask != 0).sum())
+        if isinstance(mask, Tensor) and mask.dim() <= 2:  # a larger one says who attends to whom
+            return int(torch.count_nonzero(mask))
         if not isinstance(main, Tensor) or self.pad_token_id is None:
             return positions
         return int((main != self.pad_token_id).sum())

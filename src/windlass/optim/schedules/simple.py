@@ -56,12 +56,15 @@ def _along(curve: Callable[[float], float], start: float, length: float, step: i
 
 def floor_rate(span: Span, min_lr: float | None, min_lr_rate: float | None) -> float:
     """The floor of a schedule as a share of the peak, from exactly one of `min_lr` and `min_lr_rate`. Raises
-    ConfigError if neither or both are set.
+    ConfigError if neither or both are set, or if `min_lr` has no peak to be a share of.
     """
     if (min_lr is None) == (min_lr_rate is None):
         fix = "give exactly one of min_lr (a learning rate) and min_lr_rate (a share of the peak)"
         value = {"min_lr": min_lr, "min_lr_rate": min_lr_rate}
         raise ConfigError(Problem("lr_scheduler_kwargs", value, fix))
+    if min_lr is not None and not span.peak:
+        fix = f"a schedule that falls to min_lr={min_lr} needs a learning rate above 0"
+        raise ConfigError(Problem("learning_rate", span.peak, fix))
     return min_lr / span.peak if min_lr is not None else min_lr_rate  # type: ignore[return-value]
 
 
