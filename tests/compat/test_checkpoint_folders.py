@@ -76,7 +76,11 @@ def test_the_same_checkpoints_are_removed(
 def test_the_best_is_kept_however_its_path_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder.parent / "link").symlink_to(folder)
     monkeypatch.chdir(folder.parent)
-    for best in (str(folder / "checkpoint-5"), str(folder.parent / "link" / "checkpoint-5"), "link/checkpoint-5"):
+    for best in (
+        str(folder / "checkpoint-5"),
+        str(folder.parent / "link" / "checkpoint-5"),
+        "link/checkpoint-5",
+    ):
         ordered = ours.sort_checkpoints(folder.name, best_model_checkpoint=best)
         assert [Path(path).name for path in ordered][-2:] == ["checkpoint-5", "checkpoint-100"]
         ours.rotate_checkpoints(folder.name, 1, best)

@@ -175,7 +175,9 @@ for _ in range(2):
         print("no", error)
 """
     ended = run(tmp_path, script)
-    assert ended.stdout.count("no No module named 'package_that_is_missing'") == 4, ended.stdout + ended.stderr
+    assert ended.stdout.count("no No module named 'package_that_is_missing'") == 4, (
+        ended.stdout + ended.stderr
+    )
 
 
 @pytest.mark.slow

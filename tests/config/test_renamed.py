@@ -96,7 +96,12 @@ def test_at_its_old_default_it_changes_nothing(name: str) -> None:
     [
         ({"optim": "sgd"}, "adafactor", False, {"optim": "sgd"}),
         ({"optim": "adafactor"}, "adafactor", False, {"optim": "adamw_torch_fused"}),
-        ({"train_sampling_strategy": "sequential"}, "group_by_length", False, {"train_sampling_strategy": "sequential"}),
+        (
+            {"train_sampling_strategy": "sequential"},
+            "group_by_length",
+            False,
+            {"train_sampling_strategy": "sequential"},
+        ),
         ({"include_for_metrics": ["loss"]}, "include_inputs_for_metrics", False, {"include_for_metrics": ["loss"]}),
         ({"debug": "underflow_overflow"}, "tpu_metrics_debug", False, {"debug": ["underflow_overflow"]}),
         ({"warmup_steps": 0.1}, "warmup_ratio", 0.0, {"warmup_steps": 0.0}),

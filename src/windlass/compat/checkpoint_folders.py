@@ -61,12 +61,8 @@ def sort_checkpoints(
             ordered.sort(key=changed.__getitem__)
         else:
             ordered = [path for path in ordered if steps[path] >= 0]
-    for path in ordered[:-1]:
-        if _is_same(path, best_model_checkpoint):
-            ordered.remove(path)
-            ordered.insert(-1, path)
-            break
-    return ordered
+    best = [path for path in ordered[:-1] if _is_same(path, best_model_checkpoint)]
+    return [path for path in ordered[:-1] if path not in best] + best + ordered[-1:]
 
 
 def _is_same(path: str, other: str | None) -> bool:
