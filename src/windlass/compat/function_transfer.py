@@ -272,7 +272,7 @@ _REDUCERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (types.MappingProxyType, _reduce_mapping),
     (property, _reduce_property),
     ((classmethod, staticmethod), _reduce_method),
-    (functools._lru_cache_wrapper, _reduce_cached),
+    (type(functools.cache(abs)), _reduce_cached),  # their class has no public name
     (functools.cached_property, _reduce_cached_property),
     (tuple(type(vars(dataclasses)[name]) for name in ("MISSING", "_FIELD")), _reduce_marker),
 )

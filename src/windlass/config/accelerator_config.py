@@ -57,7 +57,7 @@ class AcceleratorConfig:
 
     @property
     def _accumulating(self) -> Mapping[str, Any]:
-        """The options of accumulation. What is no mapping of them, which `objections` reports, counts as none."""
+        """The options of accumulation. Anything but a mapping, which `objections` reports, counts as none."""
         given: Any = self.gradient_accumulation_kwargs
         return given if isinstance(given, Mapping) else {}
 

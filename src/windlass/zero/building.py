@@ -54,9 +54,10 @@ class DividedBuilding:
     @classmethod
     def _refer_to_newest(cls) -> None:
         """Called when one has ended. Of several arguments, as `repr(args)` makes some, it need not be the last."""
-        alive, setting = list(cls._alive.values()), _integration()._hf_deepspeed_config_weak_ref
+        alive, integration = list(cls._alive.values()), _integration()
+        setting = integration._hf_deepspeed_config_weak_ref
         if alive and setting is not None and setting() is None:
-            _integration().set_hf_deepspeed_config(alive[-1])
+            integration.set_hf_deepspeed_config(alive[-1])
 
     def is_zero3(self) -> bool:
         """True if models are divided. The first such call makes the process group that DeepSpeed needs."""
