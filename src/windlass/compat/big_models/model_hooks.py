@@ -48,7 +48,9 @@ class ModelHook:
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Called instead of `post_forward` if the forward of `module`, or a `pre_forward` before it, raised. Free what was allocated for it."""
+        """Called instead of `post_forward` if the forward of `module`, or `pre_forward`, raised. Free what was
+        allocated for it.
+        """
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is removed from `module`. Return the module."""
