@@ -150,6 +150,16 @@ def test_update_keeps_what_means_something(home: Path, capsys: pytest.CaptureFix
     assert main(["config", "update", "--config_file", str(home / "absent.yaml")]) == 2
 
 
+def test_update_leaves_a_file_of_another_kind_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(written := "task: sft\ndata: {train: rows.jsonl}\n")
+    assert main(["config", "update", "--config_file", str(path)]) == 2
+    assert path.read_text() == written
+    assert "no key of a launch file" in capsys.readouterr().err
+
+
 def test_a_json_file_stays_one(home: Path) -> None:
     path = home / "launch.json"
     assert main(["config", "--default", "--config_file", str(path)]) == 0
