@@ -88,9 +88,8 @@ class PackedStream(IterableDataset[dict[str, Array]]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the row that was yielded last: documents read, and those that wait in open rows."""
-        if (
-            self._loaded is not None
-        ):  # the pass has not begun, and what the documents are at is of an earlier one
+        # The pass has not begun: what was read belongs to an earlier one.
+        if self._loaded is not None:
             return self._loaded
         source = self.documents.state_dict() if self._has_state() else None  # type: ignore[attr-defined]
         return {

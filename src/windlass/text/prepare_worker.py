@@ -19,10 +19,8 @@ def serve(incoming: Connection, outgoing: Connection) -> None:
         sys.path[:] = incoming.recv()
         try:
             encoder, part = incoming.recv()
-        except (
-            AttributeError,
-            ImportError,
-        ) as error:  # of a class in the user's script, which is not imported here
+        except (AttributeError, ImportError) as error:
+            # Of a class in the user's script, which is not imported here.
             outgoing.send(Unread(str(error)))
             return
         for batch in part.encoded(encoder):
