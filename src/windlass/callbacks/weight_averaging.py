@@ -86,7 +86,11 @@ class SWACallback(TrainerCallback):
         self._count += 1
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
-        self._trained, self._average, self._own = {}, {}, {}  # the model keeps what it holds
+        self.release()
+
+    def release(self) -> None:
+        """Drop what belongs to a run that has ended; the model keeps what it holds."""
+        self._trained, self._average, self._own = {}, {}, {}
 
     # --- which weights the parameters hold; called by the executor ----------------------------------------------------
 
