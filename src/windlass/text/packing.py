@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.optional import require
 from windlass.text.packed_stream import PackedStream
+from windlass.text.tables import of_any_length
 from windlass.text.text_options import STRATEGIES
 from windlass.text.token_rows import COLUMNS, PLACES, TokenRows
 
@@ -266,7 +266,7 @@ def _packed_by_map(dataset: Any, seq_length: int, strategy: str, map_kwargs: dic
 
 def _pack_table(table: Any, seq_length: int, strategy: str) -> Any:
     """Pack an Arrow table, of which only its own methods are used."""
-    arrays = {name: _as_list_array(table.column(name).combine_chunks()) for name in table.column_names}
+    arrays = {name: of_any_length(table.column(name).combine_chunks()) for name in table.column_names}
     columns: dict[str, Flat] = {}
     for name, array in arrays.items():
         if not hasattr(array, "value_lengths"):
@@ -284,14 +284,6 @@ def _pack_table(table: Any, seq_length: int, strategy: str) -> Any:
         values, borders = seq_lengths
         packed["seq_lengths"] = _list_array(next(iter(arrays.values())), borders, values.astype(np.int32))
     return type(table).from_pydict(packed)
-
-
-def _as_list_array(array: Any) -> Any:
-    """A column whose lists may have any length: packed rows have another one than those of a list of fixed size."""
-    if not hasattr(array.type, "list_size"):
-        return array
-    arrow = require("pyarrow", "pack a dataset")
-    return array.cast(arrow.list_(array.type.value_type))
 
 
 def _list_array(like: Any, borders: Array, values: Any) -> Any:

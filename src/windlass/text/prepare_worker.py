@@ -8,12 +8,12 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from windlass.text.worker_pool import Failure, Unread
+from windlass.text.worker_pool import Failure, UnreadPart
 
 
 def serve(incoming: Connection, outgoing: Connection) -> None:
-    """Encode one part, and send its batches, then None; `Unread` if the part cannot be read. Another exception is sent
-    as a `Failure`.
+    """Encode one part, and send its batches, then None; `UnreadPart` if the part cannot be read. Another exception is
+    sent as a `Failure`.
     """
     try:
         sys.path[:] = incoming.recv()
@@ -21,7 +21,7 @@ def serve(incoming: Connection, outgoing: Connection) -> None:
             encoder, part = incoming.recv()
         except (AttributeError, ImportError) as error:
             # Of a class in the user's script, which is not imported here.
-            outgoing.send(Unread(str(error)))
+            outgoing.send(UnreadPart(str(error)))
             return
         for batch in part.encoded(encoder):
             outgoing.send(batch)

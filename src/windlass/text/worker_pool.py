@@ -55,7 +55,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadPart:
     """What a worker sends if it cannot read its part, which has an object of a class of the user's script."""
 
     message: str
@@ -226,11 +226,11 @@ class _Pool:
 
     def _received(self, connection: Any) -> EncodedBatch | Failure | None:
         try:
-            found: EncodedBatch | Failure | Unread | None = connection.recv()
+            found: EncodedBatch | Failure | UnreadPart | None = connection.recv()
         except (EOFError, OSError):  # at the end of a message, or in the middle of one
             code = self._processes[self._from.index(connection)].wait()
             return Failure(-1, f"a worker process of the preparation ended with exit code {code}")
-        if isinstance(found, Unread):
+        if isinstance(found, UnreadPart):
             message = f"workers cannot read the dataset, which is prepared in this process: {found.message}"
             warn_once(_logger, message)  # each of them sends it
             return None
