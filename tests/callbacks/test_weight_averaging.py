@@ -232,6 +232,7 @@ def test_half_precision_has_an_average_in_single(tmp_path: Path) -> None:
         (lambda: EMACallback(decay=1.0), "decay=1.0"),
         (lambda: EMACallback(every=0), "every=0"),
         (lambda: SWACallback(start_step=-1), "start_step=-1"),
+        (lambda: SWACallback(every=1.5), "every=1.5"),  # type: ignore[arg-type]
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:

@@ -41,7 +41,7 @@ class SWACallback(TrainerCallback):
         refuse(
             Problem(name, value, "must be a whole number of at least 1")
             for name, value in (("start_step", start_step), ("every", every))
-            if value < 1
+            if not value >= 1 or value % 1
         )
         self.start_step, self.every = start_step, every
         self._count = 0
