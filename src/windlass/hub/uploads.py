@@ -204,6 +204,9 @@ class Uploads:
         found = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {path.relative_to(folder).as_posix(): path for path in found}
         there = self._client.names(upload.replaces) if upload.replaces else []
+        # After the files were listed: who gives up removes them, and the Hub's would seem to be no longer wanted.
+        if upload.given_up.is_set():
+            raise HubError("no caller waits for the upload", passing=False)
         return self._client.commit(
             files, upload.message, removed=[name for name in there if name not in files]
         )
