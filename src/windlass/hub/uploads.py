@@ -96,7 +96,8 @@ class Uploads:
             return [*([self._current] if self._current else []), *self._waiting]
 
     def finish(self, limit: float, report: Callable[[str], None]) -> list[Upload]:
-        """Wait until all uploads have ended, at most `limit` seconds or until `leave()`; then give up on the rest.
+        """Wait until all uploads have ended, at most `limit` seconds (inf: no limit) or until `leave()`; then give up on
+        the rest.
 
         Returns:
             Those that failed since the last call. Unless each is to be committed, without those whose place a newer one
@@ -115,9 +116,8 @@ class Uploads:
                 break
             if time.monotonic() - told > 10.0:
                 told = time.monotonic()
-                report(
-                    f"waiting for {len(pending)} upload(s) to the Hub, at most {left:.0f} s: {pending[0].what}"
-                )
+                most = "" if left == math.inf else f", at most {left:.0f} s"
+                report(f"waiting for {len(pending)} upload(s) to the Hub{most}: {pending[0].what}")
             # In short waits: a signal handler sets `_leaving`, and cannot wake this thread.
             wait([pending[0].commit], min(left, 0.2))
         with self._lock:
