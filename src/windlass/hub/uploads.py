@@ -96,8 +96,8 @@ class Uploads:
             return [*([self._current] if self._current else []), *self._waiting]
 
     def finish(self, limit: float, report: Callable[[str], None]) -> list[Upload]:
-        """Wait until all uploads have ended, at most `limit` seconds (inf: no limit) or until `leave()`; then give up on
-        the rest.
+        """Wait until all uploads have ended, at most `limit` seconds (inf: no limit) or until `leave()`; then give up
+        on the rest.
 
         Returns:
             Those that failed since the last call. Unless each is to be committed, without those whose place a newer one
