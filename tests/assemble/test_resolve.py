@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -250,3 +251,9 @@ def test_nothing_is_pinned_for_a_run_on_the_cpu() -> None:
     assert resolve(TrainingArguments("out")).data.pin_memory
     assert not plan_of().data.pin_memory
     assert not resolve(TrainingArguments("out", dataloader_pin_memory=False)).data.pin_memory
+
+
+def test_betas_are_floats_for_torchs_optimizers() -> None:
+    args = TrainingArguments("out", adam_beta1=0, adam_beta2=0)
+    betas = resolve_call(args, World()).optimizer.betas
+    torch.optim.AdamW([torch.zeros(1)], betas=betas)

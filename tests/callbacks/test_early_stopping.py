@@ -135,7 +135,14 @@ def test_warns_when_the_best_model_will_not_be_loaded(make_args: Any, log_lines:
     assert "without load_best_model_at_end=True" in log_lines.text
 
 
-@pytest.mark.parametrize("bad", [{"early_stopping_patience": 0}, {"early_stopping_threshold": -0.1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"early_stopping_patience": 0},
+        {"early_stopping_patience": math.nan},
+        {"early_stopping_threshold": -0.1},
+    ],
+)
 def test_absurd_arguments_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         EarlyStoppingCallback(**bad)

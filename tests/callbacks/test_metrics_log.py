@@ -80,6 +80,17 @@ def test_what_a_resumed_run_says_again_is_written_once(tmp_path: Path) -> None:
     assert without_timing(tmp_path)[:-1] == before
 
 
+def test_a_run_after_a_resumed_one_that_failed_writes_all_of_its_rows(tmp_path: Path) -> None:
+    train(tmp_path, 2, end=False)
+    callback, state = MetricsLogCallback(tmp_path), TrainerState(global_step=2, max_steps=4, epoch=0.5)
+    callback.on_train_begin(None, state, TrainerControl())  # and it fails: there is no `on_train_end`
+    state.global_step, state.epoch = 0, 0.0
+    callback.on_train_begin(None, state, TrainerControl())
+    state.global_step, state.epoch = 2, 0.5
+    callback.on_log(None, state, TrainerControl(), logs={"loss": 0.5})
+    assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.5]
+
+
 def test_a_fresh_run_keeps_the_older_file_under_another_name(tmp_path: Path, log_lines: Any) -> None:
     for steps in (1, 2, 3):
         train(tmp_path, steps)

@@ -89,6 +89,30 @@ def test_a_stopped_run_ends_with_the_same_bits(tmp_path: Path, average: Any, dty
     assert weights_hash(clean.model.float()) == weights_hash(again.model.float())
 
 
+class Failing(TrainerCallback):
+    """Fails once, after the fifth update."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5 and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("the fifth update")
+
+
+@pytest.mark.parametrize("average", [lambda: EMACallback(0.9), lambda: SWACallback(2)], ids=["EMA", "SWA"])
+def test_a_failed_run_is_resumed_by_the_same_trainer(tmp_path: Path, average: Any) -> None:
+    options = {"max_steps": 6, "lr_scheduler_type": "constant", "learning_rate": 0.3}
+    clean, _ = train(tmp_path / "a", average())
+    args = arguments(tmp_path / "b", save_strategy="steps", save_steps=3, **options)
+    trainer = Trainer(Net(), args, train_dataset=rows(24), callbacks=[average(), Failing()])
+    with pytest.raises(RuntimeError, match="the fifth update"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert weights_hash(trainer.model) == weights_hash(clean.model)
+
+
 class Mixed(nn.Module):
     """Three layers of one shape; the second is in half precision, so a checkpoint lists its average first."""
 
@@ -208,6 +232,7 @@ def test_half_precision_has_an_average_in_single(tmp_path: Path) -> None:
         (lambda: EMACallback(decay=1.0), "decay=1.0"),
         (lambda: EMACallback(every=0), "every=0"),
         (lambda: SWACallback(start_step=-1), "start_step=-1"),
+        (lambda: SWACallback(every=1.5), "every=1.5"),  # type: ignore[arg-type]
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:

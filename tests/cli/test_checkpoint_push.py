@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tests.trainer.small import Net, arguments, rows
 from windlass import Trainer
 from windlass.cli.checkpoint import checkpoint_command
 from windlass.core.errors import CheckpointError
+from windlass.hub.uploads import Upload, Uploads
 
 
 @pytest.fixture
@@ -40,6 +43,26 @@ def test_the_newest_checkpoint_of_a_run(hub: Hub, run: Path, capsys: pytest.Capt
     hub.commit(hub.repositories["someone/mine"], "main", changes)
     assert checkpoint_command(["push", str(run), "mine"]) == 0
     assert hub.files("someone/mine")["README.md"] == b"mine", "a card that a user edited stays"
+
+
+def test_a_push_has_no_limit_of_time_and_ctrl_c_ends_it(
+    hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checkpoint_command(["push", str(run), "mine"]) == 0
+    assert "at most" not in caplog.text
+    limits, left = list[float](), list[Uploads]()
+
+    def interrupted(uploads: Uploads, limit: float, report: Callable[[str], None]) -> list[Upload]:
+        limits.append(limit)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Uploads, "finish", interrupted)
+        patched.setattr(Uploads, "leave", lambda uploads: left.append(uploads))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint_command(["push", str(run), "mine"])
+    assert limits == [math.inf]
+    assert len(left) == 1, "the end of the process would wait for the upload again"
 
 
 def test_one_checkpoint_without_what_resuming_needs(

@@ -36,6 +36,16 @@ def test_empty_answers_take_the_defaults() -> None:
     }  # fmt: skip
 
 
+def test_the_file_is_written_also_if_nobody_reads_the_questions(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "windlass", "config", "--config_file", str(tmp_path / "launch.yaml")]
+    done = subprocess.run(words, input=b"\n" * 30, stdout=writer, timeout=100, check=False)
+    os.close(writer)
+    assert done.returncode == 0
+    assert from_file(tmp_path / "launch.yaml")["launch.machines"].value == 1
+
+
 def test_answers_lead_to_further_questions() -> None:
     sharded = answered(
         "fsdp\n2\n1\n10.0.0.1\n29400\nc10d\nyes\n4\n2\ntransformer\nA,B\nyes\nsharded\nno\nyes\nbf16\n"
@@ -138,6 +148,16 @@ def test_update_keeps_what_means_something(home: Path, capsys: pytest.CaptureFix
         f"removed {name}, which means nothing here" for name in ("num_proceses", "fsdp_config.fsdp_ofload")
     ]
     assert main(["config", "update", "--config_file", str(home / "absent.yaml")]) == 2
+
+
+def test_update_leaves_a_file_of_another_kind_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(written := "task: sft\ndata: {train: rows.jsonl}\n")
+    assert main(["config", "update", "--config_file", str(path)]) == 2
+    assert path.read_text() == written
+    assert "no key of a launch file" in capsys.readouterr().err
 
 
 def test_a_json_file_stays_one(home: Path) -> None:

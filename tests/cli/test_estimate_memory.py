@@ -77,6 +77,23 @@ def test_what_cannot_be_built(tmp_path: Path, case: str, capsys: pytest.CaptureF
     assert case.split("/")[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["estimate-memory"], {"hidden_size": "x"}),
+        (["estimate-memory"], {"hidden_size": 0}),
+        (["prove", "--layout", "tp=2"], {"hidden_size": "x"}),
+        (["prove", "--layout", "tp=2"], {"num_attention_heads": 0}),
+    ],
+)
+def test_a_wrong_value_of_a_config_is_not_a_traceback(
+    tmp_path: Path, words: list[str], wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **wrong}))
+    assert main([*words, str(tmp_path / "config.json")]) == 2
+    assert "Error: " in capsys.readouterr().err
+
+
 def test_other_libraries(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate-memory", str(folder), "--library_name", "timm"]) == 2
     assert "--library_name='timm'" in capsys.readouterr().err

@@ -87,6 +87,16 @@ def test_the_prompt_may_come_from_a_pipe(run: Path, capsys: Shown, monkeypatch: 
     assert capsys.readouterr().out == expected(str(run / "checkpoint-1"), "the cat") + "\n"
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("words", [("generate", "-"), ("chat",)])
+def test_a_text_that_is_not_utf_8_is_refused(
+    run: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], errors: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the c\xe4t\n"), "utf-8", errors))
+    assert main([words[0], str(run), *words[1:], *GREEDY]) == 2
+    assert "the text is not UTF-8" in capsys.readouterr().err
+
+
 def test_the_context_limits_the_text(run: Path, capsys: Shown) -> None:
     words = " ".join(["cat"] * 124)
     assert main(["generate", str(run), words, "--raw", "--temperature", "0"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from windlass import __version__
-from windlass.cli import environment_command
+from windlass.cli import environment_command, train_command
 from windlass.cli.main import main
 from windlass.cli.resume_words import resume_command
 from windlass.cli.train_command import read_options
@@ -91,6 +92,22 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("windlass: ")
     assert words[-1].partition("/")[0] in line
+
+
+def test_a_training_that_loses_a_connection_is_not_taken_for_a_success(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(words: list[str]) -> int:
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            return os.write(writer, b"to a worker, or a tracker")
+        finally:
+            os.close(writer)
+
+    monkeypatch.setattr(train_command, "train_command", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["train"])
 
 
 def test_commands_to_copy_are_quoted(

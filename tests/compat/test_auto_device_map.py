@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.utils import modeling as reference
 from tests.compat.big_models import Model, RandomModel
+from torch import nn
 
 from windlass.compat.big_models.auto_device_map import (
     check_device_map,
@@ -102,3 +103,12 @@ def test_a_module_with_two_ties_into_one_counts_it_once() -> None:
     sizes = {"b": 24, "b.weight": 16, "b.bias": 8}
     size, names, modules = get_module_size_with_ties(["b.weight", "b.bias"], 24, sizes, [("b", layer)])
     assert (size, names, modules) == (24, ["b"], [layer])
+
+
+def test_a_buffer_goes_to_the_other_parts_of_its_module_alone() -> None:
+    inner = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
+    inner.register_buffer("mask", torch.zeros(4))
+    # The name of the second begins like that of the first.
+    model = nn.ModuleDict({"layer10": nn.Linear(10, 10, bias=False), "layer1": inner})
+    found = infer_auto_device_map(model, {"cpu": 900}, clean_result=False)
+    assert (found["layer10"], found["layer1.0"], found["layer1.mask"]) == ("cpu", "disk", "disk")

@@ -73,6 +73,20 @@ def test_the_same_checkpoints_are_removed(
     assert {p.name for p in folder.iterdir()} == {p.name for p in other.iterdir()}
 
 
+def test_the_best_is_kept_however_its_path_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder.parent / "link").symlink_to(folder)
+    monkeypatch.chdir(folder.parent)
+    for best in (
+        str(folder / "checkpoint-5"),
+        str(folder.parent / "link" / "checkpoint-5"),
+        "link/checkpoint-5",
+    ):
+        ordered = ours.sort_checkpoints(folder.name, best_model_checkpoint=best)
+        assert [Path(path).name for path in ordered][-2:] == ["checkpoint-5", "checkpoint-100"]
+        ours.rotate_checkpoints(folder.name, 1, best)
+        assert (folder / "checkpoint-5").is_dir()
+
+
 def test_files_are_removed_on_the_main_process_alone(tmp_path: Path) -> None:
     for module in (ours, trainer_pt_utils):
         (tmp_path / "a").touch()

@@ -16,6 +16,7 @@ from tests.said import said
 from windlass.cli.convert_config import convert
 from windlass.cli.main import main
 from windlass.config.sections.setting import default_of
+from windlass.core.errors import ConfigError
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.recipes.recipe import check_draft, load_recipe, read_draft
 from windlass.recipes.tuning_data import load_tuning_data
@@ -137,6 +138,26 @@ def test_so_are_keys_of_datasets(tmp_path: Path) -> None:
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
     made = convert({**LEAST["LLaMA-Factory"], "dataset": "one"}, tmp_path)
     assert {"dataset_info.one.columns.history", "dataset_info.one.ranking"} <= made.lost.keys()
+    assert made.get("data.train") == str(tmp_path / "data" / "a.json"), (
+        "files lie beside the list that names them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "key", "value"),
+    [
+        ("TRL", "datasets", [{"split": "train"}]),
+        ("TRL", "datasets", ["a.jsonl"]),
+        ("TRL", "dataset_name", 3),
+        ("LLaMA-Factory", "lora_rank", {}),
+        ("LLaMA-Factory", "flash_attn", ["fa2"]),
+        ("LLaMA-Factory", "interleave_probs", "half, half"),
+        ("Axolotl", "special_tokens", ["<pad>"]),
+    ],
+)
+def test_a_value_of_another_type_is_refused(program: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="of another type"):
+        convert({**LEAST[program], key: value})
 
 
 def test_trackers_and_early_stopping() -> None:

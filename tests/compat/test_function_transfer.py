@@ -81,6 +81,26 @@ def test_wrapped_functions_keep_what_wraps_them() -> None:
     assert through(functools.partial(lambda x, y: x - y, 5))(2) == 3
 
 
+def test_functions_that_keep_their_results() -> None:
+    @functools.lru_cache(maxsize=7, typed=True)
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    fibonacci(5)
+    received = through(fibonacci)
+    assert received.cache_info().currsize == 0
+    assert (received(10), received.cache_parameters()) == (55, {"maxsize": 7, "typed": True})
+    assert received.cache_info().misses == 11, "it calls itself through the cache"
+
+    class Table:
+        @functools.cached_property
+        def rows(self) -> list[int]:
+            return [1, 2]
+
+    table = through(Table)()
+    assert table.rows is table.rows == [1, 2]
+
+
 def test_local_classes() -> None:
     class Base(abc.ABC):
         @abc.abstractmethod

@@ -153,6 +153,33 @@ def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) 
     assert "star windlass.config.enums False" in ended.stdout
 
 
+def test_a_library_that_failed_to_import_fails_again_with_the_same_reason(tmp_path: Path) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("first = 1\nimport package_that_is_missing\n")
+    script = """
+import importlib
+import sys
+
+sys.path.insert(0, ".")
+for _ in range(2):
+    try:
+        importlib.import_module("accelerate")
+    except ImportError as error:
+        print("no", error)
+loader = importlib.util.find_spec("accelerate").loader
+module = loader.create_module(importlib.util.find_spec("accelerate"))
+for _ in range(2):
+    try:
+        module.second
+    except ImportError as error:
+        print("no", error)
+"""
+    ended = run(tmp_path, script)
+    assert ended.stdout.count("no No module named 'package_that_is_missing'") == 4, (
+        ended.stdout + ended.stderr
+    )
+
+
 @pytest.mark.slow
 def test_what_is_not_built_is_left_to_the_library_and_named(tmp_path: Path) -> None:
     script = "from transformers.trainer_utils import TrainerMemoryTracker, RemoveColumnsCollator\n"

@@ -71,3 +71,8 @@ def test_more_processes_than_samples_get_one_each() -> None:
 def test_samples_that_cannot_be_measured_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"length"):
         ours.LengthGroupedSampler(4, **given)
+
+
+def test_an_empty_dataset_has_an_empty_order() -> None:
+    assert list(ours.LengthGroupedSampler(2, lengths=[])) == []
+    assert list(ours.DistributedLengthGroupedSampler(2, num_replicas=2, rank=0, lengths=[])) == []

@@ -44,6 +44,21 @@ def test_a_constructed_loader_returns_the_batches_of_accelerate(name: str, optio
     assert ours.total_dataset_length == 14
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("samples", [7, 8, 10, 13])
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_that_were_dealt_once_all_count(drop_last: bool, samples: int, split: bool) -> None:
+    """The sampler has fewer or more samples than the dataset, or its last, short batch is left out."""
+    positions, counted = [index % 10 for index in range(samples)], []
+    for rank in range(2):
+        batches = BatchSampler(positions, 4 if split else 2, drop_last)
+        loader = DataLoaderShard(Numbers(10), batch_sampler=BatchSamplerShard(batches, 2, rank, split))
+        counted.append([batch.tolist()[: loader.samples_here] for batch in loader])
+    whole = samples - samples % 4 if drop_last else samples
+    dealt = [number for row in zip(*counted, strict=True) for part in row for number in part]
+    assert dealt == positions[:whole]
+
+
 def test_the_end_of_a_pass_is_known_at_its_last_batch() -> None:
     loader = DataLoaderShard(Numbers(14), batch_size=4)
     assert [end for _, end, _ in seen(loader)] == [False, False, False, True]

@@ -8,9 +8,12 @@ from pathlib import Path
 import accelerate.utils
 import pytest
 import torch
+from torch import nn
 from transformers.integrations import accelerate as transformers_reference
 
+from windlass.compat.big_models.model_hooks import add_hook_to_module
 from windlass.compat.big_models.offloaded import (
+    AlignDevicesHook,
     OffloadedWeightsLoader,
     offload_state_dict,
     offload_weight,
@@ -115,3 +118,26 @@ def test_a_dtype_other_than_the_files(tmp_path: Path) -> None:
     index = read_offload_index(tmp_path)
     index["w"]["dtype"] = "float16"
     assert OffloadedWeightsLoader(save_folder=tmp_path, index=index)["w"].dtype == torch.float16
+
+
+class _Failing(dict[str, torch.Tensor]):
+    """Weights of which one can be read, before memory runs out."""
+
+    reads = 0
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self.reads += 1
+        if self.reads > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().__getitem__(key)
+
+
+def test_a_load_that_fails_leaves_no_weights_on_the_device() -> None:
+    layer = nn.Linear(2, 2)
+    weights = _Failing(layer.state_dict())
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    with pytest.raises(torch.OutOfMemoryError):
+        layer(torch.ones(1, 2))
+    assert weights.reads == 2
+    assert layer.weight.is_meta
+    assert layer.bias.is_meta

@@ -194,6 +194,11 @@ def test_words_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert parser.parse_args_into_dataclasses(flags, args_file_flag="--more") == (
         Options(number=3, share=0.1, path="p"),
     )
+    # Unlike the file beside the script, these were asked for.
+    with pytest.raises(FileNotFoundError, match=r"frist\.args"):
+        parser.parse_args_into_dataclasses(["--path", "p"], args_filename=str(tmp_path / "frist.args"))
+    with pytest.raises(FileNotFoundError, match=r"frist\.args"):
+        parser.parse_args_into_dataclasses(["--more", str(tmp_path / "frist.args")], args_file_flag="--more")
 
 
 def test_dicts_and_files(tmp_path: Path) -> None:

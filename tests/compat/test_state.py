@@ -103,6 +103,21 @@ def test_the_loop_is_seen_moving() -> None:
     assert "Sync Gradients: True" in repr(state)
 
 
+def test_what_is_set_on_the_singleton_reaches_the_loop() -> None:
+    accumulation = AccumulationState(GradientAccumulationPlugin(num_steps=2))
+    publish(loop_state(Gang()), accumulation)
+    GradientState().sync_gradients = False
+    assert not accumulation.sync_gradients
+    accumulation.sync_gradients = True
+    assert GradientState().sync_gradients
+
+
+def test_nothing_can_be_set_without_a_loop() -> None:
+    with pytest.raises(ModelError, match="create an Accelerator"):
+        GradientState().sync_gradients = False
+    assert not GradientState().initialized
+
+
 def test_an_accelerator_publishes_its_state_and_keeps_its_own() -> None:
     first = Accelerator(cpu=True, mixed_precision="bf16")
     assert (first.state.mixed_precision, AcceleratorState().mixed_precision) == ("bf16", "bf16")

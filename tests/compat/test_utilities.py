@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from windlass.accelerator.device_cache import should_reduce_batch_size
 from windlass.compat.batch_size import find_executable_batch_size, release_memory
 from windlass.compat.loaders import set_seed, synchronize_rng_states
 from windlass.compat.local_sgd import LocalSGD
+from windlass.compat.plugins import ParallelismConfig
 from windlass.compat.rank_logging import get_logger
 from windlass.compat.state import AcceleratorState, PartialState
 from windlass.core.errors import ConfigError, ModelError
@@ -29,6 +31,11 @@ from windlass.dist.operations import gather
 @pytest.mark.dist
 def test_two_processes() -> None:
     assert launch(2, Path(__file__)).count("helpers are right") == 2
+
+
+@pytest.mark.dist
+def test_weights_that_ranks_divide_are_not_averaged(tmp_path: Path) -> None:
+    assert launch(2, Path(__file__), "divided").count("is refused") == 2
 
 
 @pytest.fixture
@@ -254,6 +261,15 @@ def unused_parameters_stop_the_first_update(accelerator: Accelerator) -> None:
     assert torch.equal(module.left.weight, before)
 
 
+def divided() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    LocalSGD(accelerator, nn.Linear(2, 2), 2, enabled=False)
+    with pytest.raises(ConfigError, match=r"parallelism_config"):
+        LocalSGD(accelerator, nn.Linear(2, 2), 2)
+    print("is refused")
+    accelerator.end_training()
+
+
 def main() -> None:
     accelerator = Accelerator(cpu=True)
     generators(accelerator.process_index)
@@ -265,4 +281,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    divided() if "divided" in sys.argv else main()

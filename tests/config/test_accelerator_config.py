@@ -56,10 +56,14 @@ def test_num_steps_stands_in_for_accumulation() -> None:
     [
         {"gradient_accumulation_kwargs": {"num_step": 2}},
         {"gradient_accumulation_kwargs": {"num_steps": 0}},
+        {"gradient_accumulation_kwargs": "x"},
+        {"split_batches": "false"},
+        {"dispatch_batches": 1},
+        AcceleratorConfig(split_batches="no"),  # type: ignore[arg-type]
     ],
     ids=str,
 )
-def test_what_is_wrong_is_refused(config: dict[str, Any]) -> None:
+def test_what_is_wrong_is_refused(config: Any) -> None:
     with pytest.raises(ConfigError) as error:
         TrainingArguments("out", accelerator_config=config)
     assert [p.field.startswith("accelerator_config.") for p in error.value.problems] == [True]

@@ -180,6 +180,9 @@ def test_the_files_norm_comes_before_the_default(tmp_path: Path) -> None:
         ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'"),
         ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "auto"}}, "must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": None, "offload_param": {"device": "nvme"}}}, "must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "2", "offload_param": {"device": "nvme"}}}, "must be 0, 1, 2 or 3"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             "needs nvme_path",

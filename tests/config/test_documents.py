@@ -64,6 +64,8 @@ def test_files_by_their_ending(name: str, tmp_path: Path) -> None:
         ("a.yaml", "x: !!python/object/apply:os.system [ls]\n", ["a.yaml:1"]),
         ("a.json", '{\n"x": 1,\n"y" 2}', ["a.json:3"]),
         ("a.json", '{"x": 1, "x": 2}', ["x", "twice"]),
+        ("a.json", '{"x": {"y": 1,\n"y": 2}}', ["a.json:2", "x.y", "line 1"]),
+        ("a.json", '{"x":\t1, "x": 2}', ["x", "twice"]),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(name: str, text: str, words: list[str], tmp_path: Path) -> None:
@@ -71,6 +73,15 @@ def test_a_broken_file_is_named_with_its_line(name: str, text: str, words: list[
     with pytest.raises(ConfigError) as error:
         documents.load(tmp_path / name)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_lines_of_json_are_those_of_their_own_keys() -> None:
+    text = '{\n"task": {\n"model": 1},\n"words": ["\\"model\\": 2"],\n"model": "\\u00e9"}'
+    found = documents.loads(text, "a.json", json_text=True)
+    assert found.values["model"] == "é"
+    assert (found.place("model"), found.where("task", "model")) == ("a.json:5", "a.json:3: task.model")
+    with_tab = documents.loads('{"x":\t1}', "a.json", json_text=True)
+    assert (with_tab.values, with_tab.place("x")) == ({"x": 1}, "a.json")
 
 
 def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path) -> None:

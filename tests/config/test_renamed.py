@@ -91,6 +91,46 @@ def test_at_its_old_default_it_changes_nothing(name: str) -> None:
     assert TrainingArguments("out", **{name: OLD_NAMES[name].default}) == TrainingArguments("out")
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "value", "kept"),
+    [
+        ({"optim": "sgd"}, "adafactor", False, {"optim": "sgd"}),
+        ({"optim": "adafactor"}, "adafactor", False, {"optim": "adamw_torch_fused"}),
+        (
+            {"train_sampling_strategy": "sequential"},
+            "group_by_length",
+            False,
+            {"train_sampling_strategy": "sequential"},
+        ),
+        ({"include_for_metrics": ["loss"]}, "include_inputs_for_metrics", False, {"include_for_metrics": ["loss"]}),
+        ({"debug": "underflow_overflow"}, "tpu_metrics_debug", False, {"debug": ["underflow_overflow"]}),
+        ({"warmup_steps": 0.1}, "warmup_ratio", 0.0, {"warmup_steps": 0.0}),
+        ({"warmup_steps": 100}, "warmup_ratio", 0.0, {"warmup_steps": 100}),
+        (
+            {"fsdp": True, "fsdp_config": {"min_num_params": 7, "cpu_offload": True}},
+            "fsdp_min_num_params",
+            0,
+            {"fsdp_config": {"min_num_params": 0, "cpu_offload": True}},
+        ),
+        ({"per_device_train_batch_size": 4}, "per_gpu_train_batch_size", None, {"per_device_train_batch_size": 4}),
+    ],
+)  # fmt: skip
+def test_its_old_default_assigned_later_ends_what_it_requested_and_nothing_else(
+    given: dict[str, Any], name: str, value: Any, kept: dict[str, Any]
+) -> None:
+    args = TrainingArguments("out", **given)
+    setattr(args, name, value)
+    assert {field: getattr(args, field) for field in kept} == kept
+
+
+@pytest.mark.parametrize("ratio", [1.0, 5, -0.5])
+def test_a_ratio_that_is_no_share_cannot_be_assigned(ratio: float) -> None:
+    args = TrainingArguments("out")
+    with pytest.raises(ConfigError, match="share of all updates"):
+        args.warmup_ratio = ratio  # type: ignore[attr-defined]
+    assert args.warmup_steps == 0
+
+
 @pytest.mark.parametrize("name", CARRIED_TO_REFUSED)
 def test_leads_to_the_refusal_of_the_new_name(name: str) -> None:
     value, field = CARRIED_TO_REFUSED[name]

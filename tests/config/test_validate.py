@@ -58,6 +58,12 @@ WRONG: list[tuple[dict[str, Any], set[str]]] = [
         for n in (0, 1.5, True)
     ),
     ({"torch_compile_mode": "fast"}, {"torch_compile_mode"}),
+    ({"seed": 2**64}, {"seed"}),
+    ({"data_seed": 2**64}, {"data_seed"}),
+    ({"num_train_epochs": float("inf")}, {"num_train_epochs"}),
+    ({"max_save_failures": -1}, {"max_save_failures"}),
+    ({"preemption_signals": "SIG_IGN"}, {"preemption_signals"}),
+    ({"preemption_signals": "SIGTERM SIG_SETMASK"}, {"preemption_signals"}),
     ({"torch_empty_cache_steps": -1}, {"torch_empty_cache_steps"}),
     ({"logging_steps": 10.5}, {"logging_steps"}),
     ({"logging_steps": 0}, {"logging_steps"}),

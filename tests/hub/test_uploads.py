@@ -203,6 +203,28 @@ def test_a_hub_that_stalls_is_given_up_at_the_end(
     assert caplog.text == "", "what was dropped is not tried again"
 
 
+def test_an_upload_that_is_given_up_while_it_is_prepared_removes_nothing(
+    hub: Hub, token: str, tmp_path: Path
+) -> None:
+    """Its own files are gone by then, and what is there would be taken for files that the new one lacks."""
+    running, entered, go_on = Uploads(client(token)), threading.Event(), threading.Event()
+    running.add(upload(tmp_path / "older", replaces="last"))
+    assert running.finish(60, print) == []
+
+    def prepare() -> None:
+        entered.set()
+        assert go_on.wait(60)
+
+    newer = upload(tmp_path / "newer", replaces="last")
+    newer.prepare = prepare
+    running.add(newer)
+    assert entered.wait(60)
+    assert running.finish(0.0, print) == [newer]
+    go_on.set()
+    end_uploads()
+    assert hub.files("someone/run") == {"last/a.json": b'"a"'}
+
+
 def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, tmp_path: Path) -> None:
     for every, commits in ((False, 3), (True, 4)):
         hub.reset()

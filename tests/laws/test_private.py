@@ -73,6 +73,7 @@ THIRD_PARTY = {
         "transformers' configurations name a model's attention there, and models whether it can be changed",
     ),
     "_from_config": "transformers makes a model of a class that is known, in a dtype, under no other name",
+    "_hf_deepspeed_config_weak_ref": "transformers has its setting there; asking for it makes a configuration",
     "_gradient_checkpointing_func": "transformers' models keep there how their blocks are recomputed, and nowhere else",
     "_no_split_modules": "transformers' models name there the layers that stay on one device",
     **dict.fromkeys(("_hf_peft_config_loaded", "_keys_to_ignore_on_save", "_weight_conversions"), _LAYOUT),

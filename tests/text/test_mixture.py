@@ -34,6 +34,16 @@ def test_the_length_of_an_epoch() -> None:
     assert DatasetMixture(sources, weights, stopping_strategy="all_exhausted").counts == {"a": 25, "b": 25}
 
 
+@given(sizes=st.lists(st.integers(1, 400), min_size=1, max_size=4))
+def test_an_epoch_by_the_number_of_rows_has_each_row_once(sizes: list[int]) -> None:
+    # Rounding made it a row shorter or longer for a pair of sizes in fourteen, such as these.
+    for each in (sizes, [1, 92], [1, 49]):
+        for stopping in ("first_exhausted", "all_exhausted"):
+            sources = {str(number): range(size) for number, size in enumerate(each)}
+            mixture = DatasetMixture(sources, stopping_strategy=stopping)
+            assert list(mixture.counts.values()) == each
+
+
 def test_a_source_without_a_sample_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Its share of an epoch is less than one, in every epoch."""
     mixture = DatasetMixture({"a": A, "rare": B}, {"a": 99, "rare": 1})

@@ -87,6 +87,18 @@ def test_a_pass_continues_after_any_row(lengths: list[int], strategy: str, kind:
     assert _plain(resumed) == whole, "the next pass begins at the first document"
 
 
+def test_a_position_that_was_loaded_is_saved_before_the_first_row() -> None:
+    documents = [{"input_ids": [number] * (1 + number % 5)} for number in range(40)]
+    stream = PackedStream(documents, 8)
+    rows = iter(stream)
+    for _ in range(4):
+        next(rows)
+    saved = stream.state_dict()
+    resumed = PackedStream(documents, 8)
+    resumed.load_state_dict(saved)
+    assert resumed.state_dict() == saved
+
+
 def test_documents_that_lost_their_state_are_read_up_to_the_position() -> None:
     lengths = [5, 3, 7, 8, 2, 6, 4, 4]
     first = PackedStream(Documents(lengths), 8)

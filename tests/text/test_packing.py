@@ -128,6 +128,15 @@ def test_kind_and_format_are_those_of_trl(kind: str) -> None:
         assert {k: [*map(int, v)] for k, v in mine.items()} == {k: [*map(int, v)] for k, v in their.items()}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_lists_of_a_fixed_size(strategy: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    fixed = datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"), length=4)})
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 3}, features=fixed)
+    packed = pack_dataset(dataset, 8, strategy)
+    assert packed["input_ids"][:] == [[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4]]
+
+
 @pytest.mark.parametrize("form", ["list", "dataset"])
 def test_what_cannot_be_packed_is_refused(form: str) -> None:
     def made(rows: list[dict[str, Any]]) -> Any:

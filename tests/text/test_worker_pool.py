@@ -104,6 +104,44 @@ def test_rows_that_cannot_be_sent_are_prepared_here(caplog: pytest.LogCaptureFix
     assert "the dataset is prepared in this process" in caplog.text
 
 
+class ScriptRow(dict[str, Any]):
+    """A row of a class that the script defines."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a program choose the size of a pipe")
+def test_rows_that_a_worker_cannot_read_are_prepared_here(
+    monkeypatch: pytest.MonkeyPatch, children: set[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = prepare_text(ROWS, byte_tokenizer(CHATML), ALONE)
+    monkeypatch.setattr(ScriptRow, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "ScriptRow", ScriptRow, raising=False)
+    own, made = worker_pool.DatasetPart.batch, []
+
+    def batch(part: worker_pool.DatasetPart, number: int, encoder: Any) -> Any:
+        if not made:
+            wait_for_the_worker(children)
+        made.append(number)
+        return own(part, number, encoder)
+
+    monkeypatch.setattr(worker_pool.DatasetPart, "batch", batch)
+    found = prepare_text([ScriptRow(row) for row in ROWS], byte_tokenizer(CHATML), TWO)
+    assert list(found.dataset) == list(expected.dataset)
+    assert "'ScriptRow'" in caplog.text
+
+
+class Lost:
+    """Takes the place of the class of its name, which then cannot be found by it."""
+
+
+def test_rows_of_a_class_that_is_not_found_by_its_name_are_prepared_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = type("Lost", (dict,), {"__module__": __name__})
+    found = prepare_text([made(row) for row in ROWS], byte_tokenizer(CHATML), TWO)
+    assert len(found.dataset) == 1100
+    assert "the dataset is prepared in this process" in caplog.text
+
+
 SCRIPT = """
 from tests.text.test_worker_pool import ROWS, TWO
 from tests.text.tokenizers import CHATML, byte_tokenizer

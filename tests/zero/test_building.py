@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from tests.dist.launch import launch, launch_as, run_script
 from tests.trainer.small import arguments, llama
 from tests.zero import built_runs
 from tests.zero.needed import needs_deepspeed
+
+from windlass.config.parallel.rows_deepspeed import STAGE
+from windlass.config.parallel.sources import OWN_VARIABLE
 
 SCRIPT = Path(built_runs.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -105,4 +109,25 @@ def test_models_are_whole_again_once_the_arguments_are_gone(tmp_path: Path) -> N
     integration = pytest.importorskip("transformers.integrations.deepspeed")
     assert integration.deepspeed_config()["zero_optimization"]["stage"] == 3
     del args
+    assert integration.deepspeed_config() is None
+
+
+@needs_deepspeed
+def test_arguments_made_later_and_dropped_do_not_make_models_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integration = pytest.importorskip("transformers.integrations.deepspeed")
+    monkeypatch.setenv(
+        OWN_VARIABLE, json.dumps({"strategy": ["deepspeed", "", False], STAGE.name: [3, "", False]})
+    )
+    args = arguments(tmp_path)
+    repr(args)  # compares with arguments of its own, of which the launcher asks the same
+    assert integration.deepspeed_config() is not None
+    others = [dataclasses.replace(args) for _ in range(2)]
+    del others[0]
+    assert integration.deepspeed_config() is not None
+    own = integration.HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    del others
+    assert integration.deepspeed_config() == own.config, "a script's own setting stays"
+    del own, args
     assert integration.deepspeed_config() is None

@@ -38,7 +38,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def __init__(
         self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0
     ) -> None:
-        if early_stopping_patience < 1:
+        if not early_stopping_patience >= 1:  # NaN too, with which a run would never stop
             fix = "give the number of evaluations, 1 or more"
             raise ConfigError(Problem("early_stopping_patience", early_stopping_patience, fix))
         threshold = early_stopping_threshold or 0.0

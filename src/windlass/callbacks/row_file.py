@@ -49,6 +49,8 @@ class RowFile:
         elif not self._rows_before_training:
             self._due = partial(set_aside, self.path)
         self._rows_before_training, self._opened = False, True
+        # Of a resumed run that failed, which had no end: this run's equal rows are others.
+        self._kept_at_cut = []
         self._try_due()
 
     def end(self) -> None:

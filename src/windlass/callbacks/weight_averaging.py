@@ -41,7 +41,7 @@ class SWACallback(TrainerCallback):
         refuse(
             Problem(name, value, "must be a whole number of at least 1")
             for name, value in (("start_step", start_step), ("every", every))
-            if value < 1
+            if not value >= 1 or value % 1
         )
         self.start_step, self.every = start_step, every
         self._count = 0
@@ -86,7 +86,11 @@ class SWACallback(TrainerCallback):
         self._count += 1
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
-        self._trained, self._average, self._own = {}, {}, {}  # the model keeps what it holds
+        self.release()
+
+    def release(self) -> None:
+        """Drop what belongs to a run that has ended; the model keeps what it holds."""
+        self._trained, self._average, self._own = {}, {}, {}
 
     # --- which weights the parameters hold; called by the executor ----------------------------------------------------
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, typed_text
 from windlass.cli.generate_command import add_options
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, DataError, Problem
@@ -48,12 +48,12 @@ def chat_command(words: list[str]) -> int:
 def _read() -> str:
     """Return the next line. Raises EOFError at the end of the input, and for Ctrl-C on a terminal."""
     if not is_terminal(sys.stdin):
-        line = sys.stdin.readline()
+        line = typed_text(sys.stdin.readline)
         if not line:
             raise EOFError
         return line.strip()
     try:
-        return input(_PROMPT).strip()
+        return typed_text(lambda: input(_PROMPT)).strip()
     except (EOFError, KeyboardInterrupt):
         say()
         raise EOFError from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import tempfile
 from pathlib import Path
@@ -24,8 +25,13 @@ def push_command(options: argparse.Namespace) -> int:
     strategy = (
         "every_save" if options.model_only else "all_checkpoints" if options.own_folder else "checkpoint"
     )
+    # Without a limit: nothing else waits for this process, and Ctrl-C ends it.
     settings = HubSettings(
-        options.repository, private=options.private or None, strategy=strategy, revision=options.revision
+        options.repository,
+        private=options.private or None,
+        strategy=strategy,
+        revision=options.revision,
+        wait=math.inf,
     )
     model = _model(folder) if options.model_only else []
     checkpoint = None if model else _checkpoint(folder)
@@ -43,8 +49,12 @@ def push_command(options: argparse.Namespace) -> int:
         # The card is linked or copied within `saved`, so this folder may be removed before the upload ends.
         with tempfile.TemporaryDirectory() as made:
             publisher.saved(checkpoint, _card(publisher, checkpoint, Path(made)))
-    if not publisher.finish():
-        return 1
+    try:
+        if not publisher.finish():
+            return 1
+    except KeyboardInterrupt:
+        publisher.leave()  # else the end of the process would wait for the upload again
+        raise
     facts = {"published": str(checkpoint or folder), "repository": publisher.repository}
     return answer(options, facts, [f"{checkpoint or folder} is published in {publisher.repository}"])
 

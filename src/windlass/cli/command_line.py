@@ -8,11 +8,11 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from windlass.core.errors import ConfigError, Problem, did_you_mean
+from windlass.core.errors import ConfigError, DataError, Problem, did_you_mean
 from windlass.core.output import say, say_json
 
 EXIT_USER_ERROR = 2
@@ -105,6 +105,17 @@ def check_script(path: str) -> None:
     """Raise ConfigError if there is no such file."""
     if not Path(path).is_file():
         raise ConfigError(Problem("SCRIPT", path, "there is no such file"))
+
+
+def typed_text(read: Callable[[], str]) -> str:
+    """Return the text that `read` returns. Raises DataError if it was not typed in UTF-8."""
+    try:
+        text = read()
+        # In some locales Python keeps such bytes as surrogates, at which tokenizers fail.
+        text.encode()
+    except UnicodeError:
+        raise DataError("the text is not UTF-8; convert it, such as with iconv") from None
+    return text
 
 
 def names_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -14,7 +14,7 @@ from windlass.cli.command_line import CommandParser
 from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.keys import Key, Setting, Settings
 from windlass.core.errors import ConfigError, Problem, refuse
-from windlass.core.output import say
+from windlass.core.output import STDOUT, say
 from windlass.recipes.from_files import (
     basic_settings,
     default_file,
@@ -38,7 +38,7 @@ class LinePrompter:
     """Prints a question and reads one line. An empty answer, or the end of the input, selects the default."""
 
     def __init__(self, source: TextIO | None = None, sink: TextIO | None = None) -> None:
-        self._source, self._sink = source or sys.stdin, sink or sys.stdout
+        self._source, self._sink = source or sys.stdin, sink or STDOUT
 
     def ask(self, question: str, default: str) -> str:
         print(f"{question} [{default}]: ", end="", file=self._sink, flush=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser, answer, in_words
 from windlass.cli.training_choice import Training
-from windlass.core.errors import ConfigError, ModelError, Problem, first_line
+from windlass.core.errors import ConfigError, ModelError, Problem, first_line, named
 from windlass.core.optional import require
 from windlass.core.output import table
 from windlass.core.outside import load_outside
@@ -138,6 +138,8 @@ def build_whole(name: str, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, KeyError) as error:
         reason = first_line(error)
         raise ModelError(f"no model can be built from {name!r}: {reason}") from error
+    except Exception as error:  # models compute with the values of their config, and check few of them
+        raise ModelError(f"no model can be built from {name!r}: {named(error)}") from error
     # Tied weights count once, as they are in memory.
     model.tie_weights()
     return model.float()

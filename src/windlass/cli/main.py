@@ -47,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("windlass: interrupted", error=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # of argparse, into `| head`
-        return 0
     except OSError as error:
         # It names the file that a command reads or writes. That of a training may come from anywhere: show the calls.
         if arguments[:1] in (["train"], ["run"], ["launch"]):

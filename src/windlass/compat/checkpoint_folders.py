@@ -61,11 +61,13 @@ def sort_checkpoints(
             ordered.sort(key=changed.__getitem__)
         else:
             ordered = [path for path in ordered if steps[path] >= 0]
-    best = None if best_model_checkpoint is None else str(Path(best_model_checkpoint))
-    if best in ordered[:-1]:
-        ordered.remove(best)
-        ordered.insert(-1, best)
-    return ordered
+    best = [path for path in ordered[:-1] if _is_same(path, best_model_checkpoint)]
+    return [path for path in ordered[:-1] if path not in best] + best + ordered[-1:]
+
+
+def _is_same(path: str, other: str | None) -> bool:
+    """Whether two paths are one folder: a state has it as an absolute path, and scripts give relative ones."""
+    return other is not None and os.path.realpath(path) == os.path.realpath(other)
 
 
 def rotate_checkpoints(
@@ -82,8 +84,7 @@ def rotate_checkpoints(
     if save_total_limit is None or save_total_limit <= 0:
         return
     ordered = sort_checkpoints(output_dir, checkpoint_prefix, use_mtime)
-    best = None if best_model_checkpoint is None else str(Path(best_model_checkpoint))
-    removable = [path for path in ordered[:-1] if path != best]
+    removable = [path for path in ordered[:-1] if not _is_same(path, best_model_checkpoint)]
     for path in removable[: max(0, len(ordered) - save_total_limit)]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -13,6 +13,7 @@ import copyreg
 import dataclasses
 import dis
 import enum
+import functools
 import importlib
 import io
 import linecache
@@ -194,6 +195,22 @@ def _reduce_method(value: classmethod[Any, Any, Any] | staticmethod[Any, Any]) -
     return type(value), (value.__func__,)
 
 
+def _reduce_cached(value: Any) -> Any:
+    """Reduce a function that keeps its results to one that has none yet. By itself it would be sent by name."""
+    if _is_importable(value):
+        return NotImplemented
+    return _new_cached, (value.__wrapped__, value.cache_parameters())
+
+
+def _new_cached(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    return functools.lru_cache(**options)(function)
+
+
+def _reduce_cached_property(value: functools.cached_property[Any]) -> Any:
+    # Without its lock (Python 3.11). Its name is not set again: the class that has it is made before it.
+    return functools.cached_property, (value.func,), {"attrname": value.attrname}
+
+
 def _globals_read(code: types.CodeType) -> set[str]:
     """Return the names that the code, with the functions in it, looks up in its module."""
     # Not `co_names`, which has the names of attributes too.
@@ -225,7 +242,7 @@ def _is_main(name: str | None) -> bool:
     return name in (_MAIN, "__mp_main__")
 
 
-def _is_importable(function: types.FunctionType) -> bool:
+def _is_importable(function: Any) -> bool:
     """Return True if a new interpreter finds this very function under its name."""
     if function.__module__ is None or _is_main(function.__module__):
         return False
@@ -255,5 +272,7 @@ _REDUCERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (types.MappingProxyType, _reduce_mapping),
     (property, _reduce_property),
     ((classmethod, staticmethod), _reduce_method),
+    (type(functools.cache(abs)), _reduce_cached),  # their class has no public name
+    (functools.cached_property, _reduce_cached_property),
     (tuple(type(vars(dataclasses)[name]) for name in ("MISSING", "_FIELD")), _reduce_marker),
 )

@@ -155,8 +155,14 @@ class _Answered(ModuleType):
             if spec is None or spec.loader is None:
                 raise AttributeError(f"{self.__name__} is not installed, and Windlass has no such name")
             module = importlib.util.module_from_spec(spec)
+            # Before it is executed, because its parts may ask for its names meanwhile.
             self.__dict__["_library"] = module
-            spec.loader.exec_module(module)
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                # Half a module would answer the next time, without the reason.
+                self.__dict__["_library"] = None
+                raise
         return module  # type: ignore[no-any-return]
 
 

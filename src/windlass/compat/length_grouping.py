@@ -40,9 +40,10 @@ def get_length_grouped_indices(
         sorted(order[start : start + size], key=lengths.__getitem__, reverse=True)
         for start in range(0, len(order), size)
     ]
-    longest = max(stretches, key=lambda stretch: lengths[stretch[0]])
-    # So that memory runs out at once, if it does.
-    stretches[0][0], longest[0] = longest[0], stretches[0][0]
+    if stretches:
+        longest = max(stretches, key=lambda stretch: lengths[stretch[0]])
+        # So that memory runs out at once, if it does.
+        stretches[0][0], longest[0] = longest[0], stretches[0][0]
     return [index for stretch in stretches for index in stretch]
 
 

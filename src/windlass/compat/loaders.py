@@ -24,6 +24,7 @@ from windlass.data import shards
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.choice import PassthroughReader, ReaderChoice
 from windlass.data.dealt_rows import balanced_batches
+from windlass.data.order import known_length
 from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.shards import BatchSamplerShard
@@ -424,8 +425,12 @@ class ShardReader(PassthroughReader):
         total = self.total_batch_size
         if total is None:  # batches of several sizes, of which only this process's is known
             return dealt.shares * self._ranks
-        own = total // self._ranks
-        left = len(self._dataset) % total if dealt.last else 0  # type: ignore[arg-type]
+        own, left = total // self._ranks, 0
+        if dealt.last and not getattr(self._batches, "drop_last", False):
+            # Not of the dataset: a sampler may have fewer positions than it has samples, or more. If their number is
+            # unknown, all rows count.
+            positions = getattr(getattr(self._batches, "batch_sampler", None), "sampler", self._dataset)
+            left = (known_length(positions) or 0) % total
         return tuple(min(max((left or total) - rank * own, 0), own) for rank in range(self._ranks))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.core.errors import ConfigError, Problem
+from windlass.dist.gang import current
 from windlass.dist.operations import reduce
 
 
@@ -29,7 +30,7 @@ class LocalSGD:
         enabled: False does nothing; gradients are reduced in every update.
 
     Raises:
-        ConfigError: the model is sharded, so no process has whole weights to average.
+        ConfigError: processes divide the model, so none has whole weights to average.
     """
 
     def __init__(
@@ -37,9 +38,14 @@ class LocalSGD:
     ) -> None:
         if local_sgd_steps < 1:
             raise ConfigError(Problem("local_sgd_steps", local_sgd_steps, "must be at least 1"))
-        if enabled and accelerator.distributed_type == "FSDP":
-            fix = "needs whole weights on every process; train without fsdp, or set enabled=False"
-            raise ConfigError(Problem("LocalSGD", "a sharded model", fix))
+        if enabled and accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+            fix = "needs whole weights on every process; train without it, or set enabled=False"
+            raise ConfigError(Problem("LocalSGD", str(accelerator.distributed_type), fix))
+        axes = current().mesh.used()
+        if enabled and axes.keys() - {"replicate"}:
+            # Ranks along such an axis have other parts of the model, or gradients of other parts of a sample.
+            fix = "needs whole weights on every process; leave parallelism_config out, or set enabled=False"
+            raise ConfigError(Problem("LocalSGD", axes, fix))
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         self._accelerator, self._model, self._every = accelerator, model, local_sgd_steps

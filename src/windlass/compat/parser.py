@@ -230,6 +230,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
         Raises:
             ValueError: words that no flag takes.
+            OSError: a file of words that was asked for cannot be read.
             ConfigError: a dataclass refused its values.
         """
         if args is None:  # the command of this process, which the end of a run prints to resume it
@@ -237,7 +238,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         files, words = _args_files(words, look_for_args_file, args_filename, args_file_flag)
         # The command line is after the files, because the last value of a flag counts.
-        read = [(str(path), path.read_text().split()) for path in files if path.exists()]
+        read = [(str(path), read_text(path).split()) for path in files]
         read.append(("the command line", words))
         namespace, remaining = self.parse_known_args([word for _, some in read for word in some])
         given = {name: place for place, some in read for name in self._given(some)}
@@ -379,7 +380,8 @@ def _args_files(
     if name:
         files.append(Path(name))
     elif beside_script and sys.argv and sys.argv[0]:
-        files.append(Path(sys.argv[0]).with_suffix(".args"))
+        beside = Path(sys.argv[0]).with_suffix(".args")
+        files += [beside] if beside.exists() else []
     if flag:
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument(flag, dest="files", type=Path, action="append", default=[])

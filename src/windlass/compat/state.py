@@ -123,6 +123,18 @@ class GradientState:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shared_state.get("_accumulation") or _NO_LOOP, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Kept here it would hide the loop's own value for good.
+        if name == "__dict__":
+            super().__setattr__(name, value)
+            return
+        loop = self._shared_state.get("_accumulation")
+        if loop is None:
+            raise ModelError(
+                f"GradientState.{name} is of a loop, and there is none; create an Accelerator first"
+            )
+        setattr(loop, name, value)
+
     def _add_dataloader(self, dataloader: Any) -> None:
         self.begin(dataloader)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from windlass.config.kinds import document
 from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumulationPlugin
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
-from windlass.config.sections.setting import setting
+from windlass.config.sections.setting import rules_of, setting
+from windlass.config.values import wrong_values
 from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.whole_file import parse_json
 
@@ -55,17 +56,39 @@ class AcceleratorConfig:
         return self.__dict__.pop(key, default)
 
     @property
+    def _accumulating(self) -> Mapping[str, Any]:
+        """The options of accumulation. Anything but a mapping, which `objections` reports, counts as none."""
+        given: Any = self.gradient_accumulation_kwargs
+        return given if isinstance(given, Mapping) else {}
+
+    @property
     def num_steps(self) -> int | None:
-        return (self.gradient_accumulation_kwargs or {}).get("num_steps")
+        return self._accumulating.get("num_steps")
 
     @property
     def sync_each_batch(self) -> bool:
         """Gradients are reduced after each micro-batch, and not once per update."""
-        return bool((self.gradient_accumulation_kwargs or {}).get("sync_each_batch"))
+        return bool(self._accumulating.get("sync_each_batch"))
 
     def accumulation(self, steps: int) -> GradientAccumulationPlugin:
         """The accumulation of a Trainer's accelerator, with `steps` micro-batches in an update."""
-        return GradientAccumulationPlugin(**{**(self.gradient_accumulation_kwargs or {}), "num_steps": steps})
+        return GradientAccumulationPlugin(**{**self._accumulating, "num_steps": steps})
+
+    def objections(self, accumulation: int) -> Iterator[Problem]:
+        """What is wrong, or contradicts `accumulation`, the `gradient_accumulation_steps` of the arguments."""
+        for found in wrong_values(self, rules_of(AcceleratorConfig)):
+            yield dataclasses.replace(found, field=f"accelerator_config.{found.field}")
+        where = "accelerator_config.gradient_accumulation_kwargs"
+        names = _names(GradientAccumulationPlugin)
+        if strange := unknown(self._accumulating, names, f"{where}.{{}}".format):
+            yield from strange
+            return
+        plugin = GradientAccumulationPlugin(**self._accumulating)
+        wrong = list(plugin.objections())
+        yield from (Problem(f"{where}.{p.field.partition('.')[2]}", p.value, p.fix) for p in wrong)
+        if plugin.num_steps not in (None, accumulation) and not wrong:
+            fix = f"contradicts gradient_accumulation_steps={accumulation}; give one of the two"
+            yield Problem(f"{where}.num_steps", plugin.num_steps, fix)
 
     def loader(self, seed: int, data_seed: int | None) -> DataLoaderConfiguration:
         """The options of loaders that a Trainer's accelerator prepares; a run saves their positions.
@@ -109,21 +132,6 @@ def read(value: Any) -> AcceleratorConfig:
     given = dataclasses.asdict(found) if dataclasses.is_dataclass(value) else document(value) or {}
     refuse(unknown(given, _names(AcceleratorConfig), "accelerator_config.{}".format))
     return AcceleratorConfig(**given)
-
-
-def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem]:
-    """What of `config` is wrong, or contradicts `gradient_accumulation_steps`."""
-    options = config.gradient_accumulation_kwargs or {}
-    where = "accelerator_config.gradient_accumulation_kwargs"
-    if strange := unknown(options, _names(GradientAccumulationPlugin), f"{where}.{{}}".format):
-        yield from strange
-        return
-    plugin = GradientAccumulationPlugin(**options)
-    wrong = list(plugin.objections())
-    yield from (Problem(f"{where}.{p.field.partition('.')[2]}", p.value, p.fix) for p in wrong)
-    if plugin.num_steps not in (None, accumulation) and not wrong:
-        fix = f"contradicts gradient_accumulation_steps={accumulation}; give one of the two"
-        yield Problem(f"{where}.num_steps", plugin.num_steps, fix)
 
 
 def _names(cls: Any) -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config import accelerator_config
-from windlass.config.accepting import BOTH_WAYS, OLD_NAMES, AcceptsOldNames, announce, translate
+from windlass.config.accepting import BOTH_WAYS, OLD_NAMES, AcceptsOldNames, translate
 from windlass.config.enums import ParallelMode
 from windlass.config.kinds import mapping
 from windlass.config.parallel.keys import merge
@@ -325,17 +325,18 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
 
     def _assign_old(self, name: str, value: Any) -> None:
         old = OLD_NAMES[name]
-        if old.new is None or old.says_nothing(value):
-            _, problems = translate({name: value})
-            refuse(problems)
+        refuse(translate({name: value})[1])
+        if old.new is None or value is None:
             self.__dict__["_old"] = {**self.__dict__.get("_old", {}), name: value}
-            if old.new is not None and type(old.default) is type(value) is bool:
-                setattr(self, old.new, default_of(self.__dataclass_fields__[old.new]))
             return
-        announce(name)
-        setattr(
-            self, old.new, old.carry(value, {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
-        )
+        ends = old.says_nothing(value)
+        if ends and old.back(getattr(self, old.new)) == value:
+            return  # what it would end was not requested: the field may have been set under its new name
+        if ends and isinstance(value, bool):
+            setattr(self, old.new, default_of(self.__dataclass_fields__[old.new]))
+            return
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        setattr(self, old.new, old.carry(value, fields))
 
     def __repr__(self) -> str:
         """The arguments that differ from their defaults; `str(args)` lists all."""

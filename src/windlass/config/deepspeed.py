@@ -93,6 +93,7 @@ _NO_OPTION = (
     "is not read: lr, betas, eps and weight_decay are; set others by TrainingArguments(optim_args=...)"
 )
 _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+STAGES = (0, 1, 2, 3)
 _NO_STAGE = 'must be 0, 1, 2 or 3: {"zero_optimization": {"stage": 2}} shards gradients and optimizer state'
 
 
@@ -106,9 +107,9 @@ class RunValues:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """The stage of ZeRO; 0 replicates everything."""
-    section = config.get("zero_optimization")
-    return int(section.get("stage", 0)) if isinstance(section, Mapping) else 0
+    """The stage of ZeRO; 0 replicates everything. One that does not exist, which `unfit` reports, counts as 0."""
+    stage = value_at(config, "zero_optimization.stage")
+    return int(stage) if stage in STAGES else 0
 
 
 def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
@@ -127,7 +128,7 @@ def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
         yield Problem(f"{origin}.zero_optimization", section, _NO_STAGE)
         return
     yield from _known(section, SECTION_KEYS, f"{origin}.zero_optimization")
-    if section.get("stage", 0) not in (0, 1, 2, 3):
+    if section.get("stage", 0) not in STAGES:
         yield Problem(f"{origin}.zero_optimization.stage", section["stage"], _NO_STAGE)
     for name in ("offload_optimizer", "offload_param"):
         yield from _unfit_offload(section.get(name), f"{origin}.zero_optimization.{name}")

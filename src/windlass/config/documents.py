@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,24 +119,25 @@ def _note_lines(node: yaml.Node, path: Keys, lines: dict[Keys, int], source: str
 
 
 def _read_json(text: str, source: str) -> tuple[Any, dict[Keys, int]]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ConfigError(Problem(source, key, "is given twice"))
-            found[key] = value
-        return found
+    repeated: list[str] = []
+
+    def noting_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(key for key, _ in pairs)
+        repeated.extend(key for key, count in counts.items() if count > 1)
+        return dict(pairs)
 
     try:
-        values = parse_json(text, object_pairs_hook=unique)
+        values = parse_json(text, object_pairs_hook=noting_repeated)
     except json.JSONDecodeError as error:
         raise ConfigError(Problem(f"{source}:{error.lineno}", error.msg, "is not valid JSON here")) from None
+    # Python's parser does not tell lines, and YAML's does. It cannot read JSON with tabs or an escaped slash.
     lines: dict[Keys, int] = {}
-    if isinstance(values, dict):
-        for key in values:
-            place = re.search(rf'"{re.escape(key)}"\s*:', text)
-            if place:
-                lines[(key,)] = text.count("\n", 0, place.start()) + 1
+    with contextlib.suppress(yaml.YAMLError):
+        node = load_yaml(text, _Loader)[1]
+        if node is not None:
+            _note_lines(node, (), lines, source)
+    if repeated:
+        raise ConfigError(Problem(source, repeated[0], "is given twice"))
     return values, lines
 
 

@@ -252,7 +252,8 @@ def _some_length(args: Fields) -> Iterator[Problem]:
 @_rule("preemption_signals")
 def _signals(args: Fields) -> Iterator[Problem]:
     words = str(args.preemption_signals).split()
-    known = [word for word in words if word.startswith("SIG") and hasattr(signal, word)]
+    # `signal` also has numbers that are no signals, such as SIG_IGN.
+    known = [word for word in words if isinstance(getattr(signal, word, None), signal.Signals)]
     refused = {"SIGKILL", "SIGSTOP", "SIGINT"}.intersection(words)
     if (known != words and words != ["none"]) or refused or not words:
         fix = (
@@ -320,7 +321,7 @@ def _distribution(args: Fields) -> Iterator[Problem]:
 @_rule("accelerator_config", "gradient_accumulation_steps")
 def _accelerator(args: Fields) -> Iterator[Problem]:
     config = accelerator_config.read(args.accelerator_config)
-    yield from accelerator_config.objections(config, args.gradient_accumulation_steps)
+    yield from config.objections(args.gradient_accumulation_steps)
 
 
 @_rule("activation_checkpointing_kwargs")

@@ -188,6 +188,11 @@ def unknown(
     ]
 
 
+def named(error: BaseException) -> str:
+    """Return the type and the text of an error, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of the text of an error, or the name of its type if it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -96,7 +96,8 @@ class Uploads:
             return [*([self._current] if self._current else []), *self._waiting]
 
     def finish(self, limit: float, report: Callable[[str], None]) -> list[Upload]:
-        """Wait until all uploads have ended, at most `limit` seconds or until `leave()`; then give up on the rest.
+        """Wait until all uploads have ended, at most `limit` seconds (inf: no limit) or until `leave()`; then give up
+        on the rest.
 
         Returns:
             Those that failed since the last call. Unless each is to be committed, without those whose place a newer one
@@ -115,9 +116,8 @@ class Uploads:
                 break
             if time.monotonic() - told > 10.0:
                 told = time.monotonic()
-                report(
-                    f"waiting for {len(pending)} upload(s) to the Hub, at most {left:.0f} s: {pending[0].what}"
-                )
+                most = "" if left == math.inf else f", at most {left:.0f} s"
+                report(f"waiting for {len(pending)} upload(s) to the Hub{most}: {pending[0].what}")
             # In short waits: a signal handler sets `_leaving`, and cannot wake this thread.
             wait([pending[0].commit], min(left, 0.2))
         with self._lock:
@@ -204,6 +204,9 @@ class Uploads:
         found = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {path.relative_to(folder).as_posix(): path for path in found}
         there = self._client.names(upload.replaces) if upload.replaces else []
+        # After the files were listed: who gives up removes them, and the Hub's would seem to be no longer wanted.
+        if upload.given_up.is_set():
+            raise HubError("no caller waits for the upload", passing=False)
         return self._client.commit(
             files, upload.message, removed=[name for name in there if name not in files]
         )

@@ -212,9 +212,14 @@ def write_file(settings: Settings, path: Path) -> None:
 
 
 def updated(path: Path) -> list[str]:
-    """Rewrite the launch file at `path` without unknown keys, and return those."""
+    """Rewrite the launch file at `path` without unknown keys, and return those. Raises ConfigError if it has no other
+    keys: then it is another file, such as a recipe, of which nothing would be left.
+    """
     document = parse_file(path)
     kept = without_unknown(document)
+    if document and not kept:
+        fix = "has no key of a launch file, and is left as it is; `windlass config` writes one"
+        raise ConfigError(Problem("--config_file", str(path), fix))
     _dump(kept, path)
     removed = []
     for word, value in document.items():

@@ -15,6 +15,7 @@ from windlass.core.rng import STREAM_ORDER, derive_seed
 _logger = get_logger(__name__)
 STOPPING = ("first_exhausted", "all_exhausted")
 Ints = NDArray[np.int64]
+_ROUNDING = 1e-12  # above the error of a few operations in float64, below one row of 10^12
 
 
 class DatasetMixture:
@@ -138,7 +139,9 @@ def _counts(shares: NDArray[np.float64], sizes: list[int], stopping: str, length
     """Samples of each source in an epoch: the shares of the length, rounded so that they add up to it."""
     if length is None:
         needed = np.array(sizes) / shares
-        length = int(needed.min() if stopping == "first_exhausted" else np.ceil(needed.max()))
+        # The quotients may be off by their last bit, and an epoch of all rows would then lack one, or repeat one.
+        is_first = stopping == "first_exhausted"
+        length = int(needed.min() * (1 + _ROUNDING) if is_first else np.ceil(needed.max() * (1 - _ROUNDING)))
     exact = shares * length
     # Largest remainders. The small term is for products such as 0.29 * 100, which is below 29 in binary.
     counts = np.floor(exact + 1e-9).astype(np.int64)

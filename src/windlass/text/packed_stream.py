@@ -88,6 +88,9 @@ class PackedStream(IterableDataset[dict[str, Array]]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the row that was yielded last: documents read, and those that wait in open rows."""
+        # The pass has not begun: what was read belongs to an earlier one.
+        if self._loaded is not None:
+            return self._loaded
         source = self.documents.state_dict() if self._has_state() else None  # type: ignore[attr-defined]
         return {
             "documents": source,

@@ -16,6 +16,7 @@ import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.text.packed_stream import PackedStream
+from windlass.text.tables import of_any_length
 from windlass.text.text_options import STRATEGIES
 from windlass.text.token_rows import COLUMNS, PLACES, TokenRows
 
@@ -265,7 +266,7 @@ def _packed_by_map(dataset: Any, seq_length: int, strategy: str, map_kwargs: dic
 
 def _pack_table(table: Any, seq_length: int, strategy: str) -> Any:
     """Pack an Arrow table, of which only its own methods are used."""
-    arrays = {name: table.column(name).combine_chunks() for name in table.column_names}
+    arrays = {name: of_any_length(table.column(name).combine_chunks()) for name in table.column_names}
     columns: dict[str, Flat] = {}
     for name, array in arrays.items():
         if not hasattr(array, "value_lengths"):

@@ -8,14 +8,21 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-from windlass.text.worker_pool import Failure
+from windlass.text.worker_pool import Failure, UnreadPart
 
 
 def serve(incoming: Connection, outgoing: Connection) -> None:
-    """Encode one part, and send its batches, then None. An exception is sent as a `Failure`."""
+    """Encode one part, and send its batches, then None; `UnreadPart` if the part cannot be read. Another exception is
+    sent as a `Failure`.
+    """
     try:
         sys.path[:] = incoming.recv()
-        encoder, part = incoming.recv()
+        try:
+            encoder, part = incoming.recv()
+        except (AttributeError, ImportError) as error:
+            # Of a class in the user's script, which is not imported here.
+            outgoing.send(UnreadPart(str(error)))
+            return
         for batch in part.encoded(encoder):
             outgoing.send(batch)
         outgoing.send(None)

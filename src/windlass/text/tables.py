@@ -134,6 +134,13 @@ def has_records(feature: Any) -> bool:
     return items is not None and has_records(items)
 
 
+def of_any_length(column: Any) -> Any:
+    """Return an Arrow column; one of lists of a fixed size as lists of any length, which packed rows have."""
+    if not hasattr(column.type, "list_size"):
+        return column
+    return column.cast(require("pyarrow", "pack a dataset").list_(column.type.value_type))
+
+
 def table_of(rows: TokenRows) -> Any:
     """Return a `datasets.Dataset` of int32 lists on the memory of `rows`, which is not copied."""
     datasets = require("datasets", "make a dataset of prepared rows")

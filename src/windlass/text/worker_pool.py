@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_logger, warn_once
 from windlass.text.encoder import RowEncoder
 from windlass.text.forms import RowError
 from windlass.text.tables import has_records, is_table, unfilled
@@ -52,6 +52,13 @@ class Failure:
     number: int
     message: str
     row: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadPart:
+    """What a worker sends if it cannot read its part, which has an object of a class of the user's script."""
+
+    message: str
 
 
 class DatasetPart:
@@ -150,7 +157,7 @@ def _started(dataset: Any, encoder: RowEncoder, workers: int) -> _Pool | None:
     pool = _Pool(others)
     try:
         pool.send([(encoder, DatasetPart(dataset, first, others)) for first in range(others)])
-    except (AttributeError, TypeError, ValueError, ImportError) as error:  # what pickling raises
+    except Exception as error:  # objects raise what they like when they are pickled
         pool.close()
         _logger.warning(
             "the dataset is prepared in this process, for it cannot be sent to another: %s", error
@@ -219,10 +226,14 @@ class _Pool:
 
     def _received(self, connection: Any) -> EncodedBatch | Failure | None:
         try:
-            found: EncodedBatch | Failure | None = connection.recv()
+            found: EncodedBatch | Failure | UnreadPart | None = connection.recv()
         except (EOFError, OSError):  # at the end of a message, or in the middle of one
             code = self._processes[self._from.index(connection)].wait()
             return Failure(-1, f"a worker process of the preparation ended with exit code {code}")
+        if isinstance(found, UnreadPart):
+            message = f"workers cannot read the dataset, which is prepared in this process: {found.message}"
+            warn_once(_logger, message)  # each of them sends it
+            return None
         return found
 
     def close(self) -> None:

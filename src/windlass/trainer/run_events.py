@@ -180,7 +180,11 @@ class Events(RunProgress):
         for display in self.handler.of_kind(ProgressCallback):
             display.end_evaluation()
 
-    def close_displays(self) -> None:
-        """Release the terminal: a run that ends with an exception does not fire `on_train_end`."""
+    def end_run(self) -> None:
+        """Release the terminal, and the averages of weights: a run that ends with an exception does not fire
+        `on_train_end`, and a state that is then loaded for the next one would be taken for a state of this one.
+        """
         for display in self.handler.of_kind(ProgressCallback):
             display.close()
+        for average in self.handler.of_kind(SWACallback):
+            average.release()

@@ -56,7 +56,7 @@ class Services:
         """Drop what they have of a run, however it ended."""
         self.engine.detach()
         self.loss.end_run()
-        self.events.close_displays()
+        self.events.end_run()
 
 
 def open_accelerator(session: Session, plans: Plans) -> tuple[TrainerEngine, Accelerator]:

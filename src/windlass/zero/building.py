@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,7 +30,8 @@ _INTEGRATION = "transformers.integrations.deepspeed"
 class DividedBuilding:
     """What transformers asks whenever it builds a model. Stands in for its `HfDeepSpeedConfig`.
 
-    transformers holds a weak reference to the newest: models are divided for as long as this object lives.
+    transformers holds a weak reference to the newest: models are divided for as long as this object lives. If a newer
+    one ends before it, transformers refers to this one again.
 
     Args:
         make_config: returns the configuration for one model, complete, without "auto".
@@ -38,13 +39,25 @@ class DividedBuilding:
     """
 
     _paused = False  # transformers has one setting for a process, and so has this
+    # All that live, in the order in which they were made
+    _alive: ClassVar[weakref.WeakValueDictionary[int, DividedBuilding]] = weakref.WeakValueDictionary()
 
     def __init__(
         self, make_config: Callable[[], dict[str, Any]], place: Callable[[], tuple[torch.device, Gang]]
     ) -> None:
         self._make_config, self._place, self._is_ready = make_config, place, False
         self._locks = contextlib.ExitStack()
+        DividedBuilding._alive[id(self)] = self
         _integration().set_hf_deepspeed_config(self)
+        weakref.finalize(self, DividedBuilding._refer_to_newest).atexit = False
+
+    @classmethod
+    def _refer_to_newest(cls) -> None:
+        """Called when one has ended. Of several arguments, as `repr(args)` makes some, it need not be the last."""
+        alive, integration = list(cls._alive.values()), _integration()
+        setting = integration._hf_deepspeed_config_weak_ref
+        if alive and setting is not None and setting() is None:
+            integration.set_hf_deepspeed_config(alive[-1])
 
     def is_zero3(self) -> bool:
         """True if models are divided. The first such call makes the process group that DeepSpeed needs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import enum
 import inspect
 import json
 import math
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tests.callbacks.tracker_readers import PACKAGES, READERS, Curves, each_installed, offline
 from tests.dist.launch import run_script
 from tests.versions import with_pinned
@@ -19,6 +21,7 @@ from tests.versions import with_pinned
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.callbacks.rows import Row
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from windlass.callbacks.trackers.tensorboard import TensorBoardTracker
 from windlass.callbacks.tracking import sent_values
 from windlass.core.errors import ConfigError
 from windlass.core.optional import is_available
@@ -77,6 +80,21 @@ def test_trackers_keep_what_metrics_jsonl_holds(name: str, tmp_path: Path) -> No
             if not is_same(name, kept.get(step, 0.5), v)
         }
         assert not differing, (metric, differing)
+
+
+class Mode(enum.StrEnum):
+    FAST = "fast"
+
+
+def test_settings_of_numpy_and_enums_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.start()
+    given = {"lr": np.float64(0.1), "rows": np.int64(3), "mode": Mode.FAST, "sizes": [1, 2]}
+    tracker.store_init_configuration(given)
+    tracker.finish()
+    written = yaml.safe_load((tmp_path / "run" / "hparams.yml").read_text())
+    assert written == {"lr": 0.1, "rows": 3, "mode": "fast", "sizes": "[1, 2]"}
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])

@@ -11,6 +11,7 @@ from typing import Any, Self
 import yaml
 
 from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
+from windlass.core.metric_values import python_number
 from windlass.core.optional import require
 from windlass.core.whole_file import write_whole
 
@@ -68,9 +69,11 @@ class TensorBoardTracker(PackageTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the hyperparameters into the event file and into `hparams.yml` next to it."""
+        # YAML has no subclasses of numbers and text, such as float64 of NumPy and enums.
+        numbers = {name: python_number(value) for name, value in values.items()}
         plain = {
             name: value if isinstance(value, bool | int | float | str) else str(value)
-            for name, value in values.items()
+            for name, value in numbers.items()
         }
         # In the run's own folder: by default it makes another one, which is displayed as a second run.
         self.writer.add_hparams(plain, metric_dict={}, run_name=".")

@@ -13,7 +13,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
 from windlass.config.parallel.sources import from_arguments
-from windlass.core.errors import ConfigError, ModelError, Problem, first_line
+from windlass.core.errors import ConfigError, ModelError, Problem, first_line, named
 from windlass.core.optional import require
 from windlass.proofs.record import Claim, arguments_that_matter
 from windlass.proofs.small_config import AxisLayout
@@ -119,6 +119,8 @@ def _saved_config(name: str) -> Any:
         raise ModelError(
             f"the configuration of the model {name!r} is not on this machine; {fix} ({reason})"
         ) from error
+    except Exception as error:  # some configurations compute with their values before they check them
+        raise ModelError(f"the configuration of the model {name!r} is wrong: {named(error)}") from error
 
 
 def _layout(args: TrainingArguments) -> AxisLayout:

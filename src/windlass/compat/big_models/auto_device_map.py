@@ -241,8 +241,8 @@ class _Filling:
         for name, _ in model.named_buffers():
             if lookup(self.found, name) is not None:
                 continue
-            owner = name.rpartition(".")[0]
-            beside = [place for other, place in self.found.items() if other.startswith(owner)]
+            prefix = name[: name.rfind(".") + 1]  # with the dot: "layer10" is not a part of "layer1"
+            beside = [place for other, place in self.found.items() if other.startswith(prefix)]
             size = self._sizes.get(name, 0)
             for device in dict.fromkeys([*beside, *self._devices]):
                 if device == "disk" or self._taken[device] + size <= self._room[device]:

@@ -48,7 +48,9 @@ class ModelHook:
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Called instead of `post_forward` if the forward of `module` raised. Free what was allocated for it."""
+        """Called instead of `post_forward` if the forward of `module`, or `pre_forward`, raised. Free what was
+        allocated for it.
+        """
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is removed from `module`. Return the module."""
@@ -111,8 +113,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     hook: ModelHook = module._hf_hook
-    args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:
+        args, kwargs = hook.pre_forward(module, *args, **kwargs)
         with torch.no_grad() if hook.no_grad else nullcontext():
             output = module._old_forward(*args, **kwargs)
     except BaseException:

@@ -161,8 +161,8 @@ def _datasets(made: Conversion, source: ForeignConfig, key: str, folder: str) ->
     """The datasets that a key names: entries of dataset_info.json, or files."""
     names = source.take(key, [])
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    listed = _listed(source.folder, folder)
-    found = [_listed_dataset(made, name, listed[name], Path(folder)) for name in names if name in listed]
+    place, listed = _listed(source.folder, folder)
+    found = [_listed_dataset(made, name, listed[name], place) for name in names if name in listed]
     found += [
         Dataset(name, conversational=holds_conversations(name))
         for name in names
@@ -181,13 +181,15 @@ def _datasets(made: Conversion, source: ForeignConfig, key: str, folder: str) ->
     return found
 
 
-def _listed(place: Path, folder: str) -> dict[str, Any]:
-    """The list of datasets: relative to the working directory, as LLaMA-Factory reads it, else to the file's folder."""
-    for start in (Path(), place):
-        file = start / folder / "dataset_info.json"
+def _listed(beside: Path, folder: str) -> tuple[Path, dict[str, Any]]:
+    """The folder of the list of datasets, and the list. The folder is relative to the working directory, as
+    LLaMA-Factory reads it, else to that of the configuration.
+    """
+    for place in (Path(folder), beside / folder):
+        file = place / "dataset_info.json"
         if file.is_file():
-            return dict(json.loads(read_text(file)))
-    return {}
+            return place, dict(json.loads(read_text(file)))
+    return Path(folder), {}
 
 
 def _listed_dataset(made: Conversion, name: str, values: dict[str, Any], folder: Path) -> Dataset:

@@ -26,7 +26,14 @@ def convert(values: Mapping[str, Any], training_keys: Collection[str], folder: P
     _refuse_other_training(values)
     source, made = ForeignConfig(values, folder), Conversion(name)
     program = _PROGRAMS[name]
-    program.convert(source, made)
+    try:
+        program.convert(source, made)
+    except ConfigError:
+        raise
+    # What it reads has the types of that program, which no schema of it tells.
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        fix = f"has a value of another type than {name} takes, or an item without a key that it needs ({error!r})"
+        raise ConfigError(Problem("FILE", name, fix)) from error
     for key in source.unread():
         if key in training_keys:
             made.put(f"training.{key}", source.take(key))

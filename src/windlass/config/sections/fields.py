@@ -26,6 +26,7 @@ from windlass.config.sections.setting import (
     OWN_DISK,
     OWN_OUTPUT,
     READING,
+    SEED,
     STRIDE,
     Range,
     Truth,
@@ -329,8 +330,8 @@ class RunningSection:
 
     # --- seeds ---
     full_determinism: bool = setting(False, "Deterministic kernels everywhere; slower.")
-    seed: int = setting(42, "Seed of all random generators.", bounds=at_least(0))
-    data_seed: int | None = setting(None, "Seed of the order of samples; else `seed`.", bounds=at_least(0))
+    seed: int = setting(42, "Seed of all random generators.", bounds=SEED)
+    data_seed: int | None = setting(None, "Seed of the order of samples; else `seed`.", bounds=SEED)
 
     # --- hardware ---
     use_cpu: bool = setting_of(rows.CPU)
@@ -463,7 +464,9 @@ class RunningSection:
         read=kinds.seconds,
     )
     max_save_failures: int | None = setting(
-        10, "Consecutive failed saves, each after a longer pause, that end training; None: no limit."
+        10,
+        "Consecutive failed saves, each after a longer pause, that end training; None: no limit.",
+        bounds=at_least(1, "; None for no limit"),
     )
     save_in_background: bool = setting(True, "Write checkpoints while training continues.")
     save_host_memory: float | str | None = setting(

@@ -33,7 +33,9 @@ STRIDE = Range(
     "must be a whole number of updates, or a share of all updates between 0 and 1",
 )
 BELOW_ONE = Range(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
-FINITE = Range(math.isfinite, "must be a finite number")
+# Not `math.isfinite`, which raises OverflowError for a whole number that no float holds.
+FINITE = Range(lambda v: -math.inf < v < math.inf, "must be a finite number")
+SEED = Range(lambda v: 0 <= v < 1 << 64, "must be at least 0 and below 2**64")  # as of PyTorch's generators
 
 # A bool beside text. Parsers that other libraries bring take the second type of a union, and cannot read one with bool:
 # where they may get an argument, text is second.
