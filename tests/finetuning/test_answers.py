@@ -24,7 +24,7 @@ PROMPTS = ["the cat", [{"role": "user", "content": "dogs run"}], {"prompt": "a m
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def answering(folder: Path, rows: Any = None, **changes: Any) -> SFTTrainer:
@@ -178,6 +178,11 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     path.write_text('"the cat"\n\n{"prompt": "a mat", "reference": "on"}\n')
     trainer = answering(tmp_path / "run", predict_with_generate=False, eval_prompts=str(path))
     assert "eval_prompts_exact_match" in trainer.evaluate()
+    path.write_text(
+        '\ufeff"the cat"\n"a\u2028mat"\n', encoding="utf-8"
+    )  # a mark, and a separator that JSON allows
+    answering(tmp_path / "marked", predict_with_generate=False, eval_prompts=str(path)).evaluate()
+    assert [answer["prompt"] for answer in answers(tmp_path / "marked")] == ["the cat", "a\u2028mat"]
     path.write_text('"the cat"\n{"prompt": 3}\n')
     with pytest.raises(DataError, match=r"prompts.jsonl, line 2: prompt must be a list of messages, not int"):
         answering(tmp_path / "run", predict_with_generate=False, eval_prompts=str(path))

@@ -221,6 +221,12 @@ def test_tokens_of_a_chat_template_are_in_the_saved_adapter(tmp_path: Path) -> N
         assert torch.equal(read(prompt).logits, trainer.model.eval()(prompt).logits)
 
 
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match=r"chat_template_path=.*is not UTF-8"):
+        trainer_of(tmp_path / "run", small.chats(), chat_template_path=str(tmp_path / "chat.jinja"))
+
+
 def test_an_adapter_is_drawn_from_the_seed(tmp_path: Path) -> None:
     weights = []
     for number, seed in enumerate((1, 1, 2)):

@@ -35,6 +35,11 @@ def test_the_memory_of_an_evaluation_is_no_objective() -> None:
     assert ours.default_compute_objective({"eval_loss": 0.5, **memory}) == 0.5
 
 
+def test_the_tokens_trained_on_are_no_objective() -> None:
+    evaluated = {"eval_loss": 0.5, "eval_mean_token_accuracy": 0.25, "eval_num_tokens": 4096.0}
+    assert ours.default_compute_objective(evaluated) == 0.25
+
+
 def test_backends_and_results_have_the_same_words() -> None:
     assert [m.value for m in ours.HPSearchBackend] == [m.value for m in reference.HPSearchBackend]
     assert ours.BestRun._fields == reference.BestRun._fields

@@ -17,7 +17,7 @@ from windlass.core.errors import ConfigError, DataError, MissingDependencyError,
 from windlass.core.optional import is_available
 from windlass.search.optuna_sampler import OptunaSampler
 from windlass.search.search import ChosenTrial, arguments_of
-from windlass.search.study import FILE_NAME
+from windlass.search.study import FILE_NAME, Record
 from windlass.trainer_utils import BestRun
 
 SCRIPT = Path(__file__).with_name("searches.py")
@@ -143,6 +143,17 @@ def test_trials_without_promise_are_pruned(tmp_path: Path) -> None:
     assert best.hyperparameters != {"learning_rate": 1e-6}
 
 
+@pytest.mark.skipif(not is_available("optuna"), reason="needs optuna")
+def test_optuna_prunes_by_the_median_that_is_named(tmp_path: Path) -> None:
+    sampler = OptunaSampler(["minimize"], {"pruner": "median"}, seed=0)
+    for number in range(5):  # its rule begins after as many trials
+        trial = sampler.ask(number, None)
+        sampler.report(trial, {2: 0.1}, 2)
+        sampler.tell(trial, Record(number, f"trial-{number}", {}, "complete", [0.1]))
+    trial = sampler.ask(5, None)
+    assert sampler.report(trial, {2: 9.0}, 2)
+
+
 class Fails(TrainerCallback):
     """Ends the process's part in a trial as a kill would: with what is on disk by then."""
 
@@ -256,6 +267,7 @@ def test_a_search_with_tuples_is_continued(tmp_path: Path) -> None:
             "storage='sqlite:///x': has no effect: the study is kept in search.json",
         ),
         ({"pruner": "hyperband"}, "pruner='hyperband': must be 'median' or None"),
+        ({"pruner": 3}, "pruner=3: must be 'median' or None with this backend"),
         ({"hp_space": None, "backend": "grid"}, "hp_space=None: is needed"),
         ({"hp_space": {"learning_rte": [1]}}, "hp_space.learning_rte=1: is not an argument of this run"),
         ({"hp_space": {"learning_rate": 1}}, "hp_space.learning_rate=1: must be a list of values"),

@@ -370,7 +370,8 @@ def open_answers(
 
 def _lines(path: Path) -> LocatedRows:
     try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: text in JSON may have separators of lines other than "\n". Some editors begin with a mark.
+        lines = path.expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"eval_prompts={str(path)!r} cannot be read: {error}") from None
     rows, places = [], []

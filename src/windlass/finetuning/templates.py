@@ -38,6 +38,8 @@ def take_over_template(path: str | None, tokenizer: Any) -> list[str]:
         tokenizer.chat_template = read_text(Path(path).expanduser())
     except OSError as error:
         raise ConfigError(Problem("chat_template_path", path, f"cannot be read: {error.strerror}")) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(Problem("chat_template_path", path, f"is not UTF-8: {error}")) from error
     return []
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, Problem, refuse
+from windlass.core.errors import ConfigError, DataError, Problem, refuse
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
@@ -268,8 +268,13 @@ def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
         tuning_rows(found, recipe.data) for found in load_records(recipe.data, seed, cut_texts=False)
     )
     chosen = chosen_answers(train)
+    if not chosen:
+        columns = ", ".join(sorted({name for row in train for name in row}))
+        raise DataError(
+            f"{recipe.data.train}: no row has a chosen answer or a completion; its columns: {columns}"
+        )
     tokenizer = tuning_tokenizer(recipe, chosen, saved_tokenizer)
-    turns = takes_turns(chosen, recipe.data.text_column) if chosen else False
+    turns = takes_turns(chosen, recipe.data.text_column)
     resumed = saved_tokenizer is not None
     return RecipeParts(recipe, tokenizer, train, held or None, takes_turns=turns, resumed=resumed)
 

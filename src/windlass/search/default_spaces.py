@@ -12,6 +12,8 @@ from windlass.core.optional import require
 _BATCH_SIZES = (4, 8, 16, 32, 64)
 # Metrics of what an evaluation took, and not of what it found.
 _COSTS = ("_runtime", "_per_second")
+# The tokens that a run of fine-tuning was trained on are in its evaluations. They are thousands, and scores are not.
+_NO_SCORES = ("eval_loss", "epoch", "eval_num_tokens")
 _MEMORY = re.compile("_peak_memory_(process|device)_gib$|_mem_(cpu|gpu)(_|$)")
 
 
@@ -33,13 +35,13 @@ class BestRun(NamedTuple):
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float | None:
-    """The sum of an evaluation's metrics; `eval_loss` if there is nothing else. The epoch, speeds and memory do not
-    count.
+    """The sum of an evaluation's metrics; `eval_loss` if there is nothing else. The epoch, speeds, memory and the
+    tokens that were trained on do not count.
     """
     counted = [
         value
         for name, value in metrics.items()
-        if name not in ("eval_loss", "epoch") and not name.endswith(_COSTS) and not _MEMORY.search(name)
+        if name not in _NO_SCORES and not name.endswith(_COSTS) and not _MEMORY.search(name)
     ]
     return sum(counted) if counted else metrics.get("eval_loss")
 

@@ -27,8 +27,8 @@ class OptunaSampler(Sampler):
 
     Args:
         directions: "minimize" or "maximize" for each objective.
-        options: arguments of `optuna.create_study`: `sampler`, `pruner` and `study_name`. By default its sampler has
-            the seed of the run.
+        options: arguments of `optuna.create_study`: `sampler`, `pruner` (or "median") and `study_name`. By default its
+            sampler has the seed of the run.
         seed: of the default sampler.
     """
 
@@ -37,6 +37,10 @@ class OptunaSampler(Sampler):
         # The default sampler has a seed and chooses the same values again; one of a script's own may not.
         self._repeats = "sampler" not in options
         options = {"sampler": self._optuna.samplers.TPESampler(seed=seed), **options}
+        if (
+            options.get("pruner") == "median"
+        ):  # the word of the other backends and of recipes; optuna takes objects
+            options["pruner"] = self._optuna.pruners.MedianPruner()
         with _without_remarks(self._optuna.logging):
             self._study = self._optuna.create_study(directions=list(directions), **options)
         self._has_one_objective = len(directions) == 1

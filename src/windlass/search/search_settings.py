@@ -149,6 +149,10 @@ class SearchSettings:
                 yield Problem(
                     option, value, "must be 1: trials run one after the other on all processes of this job"
                 )
+            elif option == "pruner" and isinstance(value, str) and value != "median":
+                yield Problem(
+                    option, value, "must be 'median' or None, or with optuna an object of optuna.pruners"
+                )
             elif option == "pruner" and self.name != "optuna" and value not in (None, "median"):
                 yield Problem(option, value, "must be 'median' or None with this backend")
             elif option not in _OPTIONS[self.name]:

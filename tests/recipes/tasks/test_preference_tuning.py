@@ -55,6 +55,18 @@ def test_a_row_without_a_rejected_answer_is_named_by_file_and_line(
     assert "prefs.jsonl:7: column 'rejected' is missing or null" in capsys.readouterr().err
 
 
+def test_rows_without_any_answer_are_refused_before_a_base_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": row["prompt"], "good": row["chosen"]} for row in pairs(24)]
+    preferences = written(tmp_path / "prefs.jsonl", rows)
+    assert ran("dpo", tmp_path, f"data.train={preferences}", "model.name=null") != 0
+    said = capsys.readouterr().err
+    assert "no row has a chosen answer or a completion; its columns: good, question" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("recipe", "named"), [("dpo", "precompute_ref_log_probs=False"), ("kto", "loss_type='kto'")]
 )
