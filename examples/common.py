@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -102,20 +103,24 @@ def cut(rows: Any, split: str, data: Any) -> list[dict[str, Any]]:
 
 def read_file(path: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
     """The rows of a file; the lines of a txt file are rows with the column "text"."""
-    lines = read_lines(path)
     ending = Path(path.name.removesuffix(".gz")).suffix
-    if ending in (".json", ".jsonl"):
-        return [json.loads(line) for line in lines if line.strip()]
     if ending in (".csv", ".tsv"):
         quoting = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}[ending]
-        return list(csv.DictReader(lines, columns, **quoting))
+        # Lines with their ends: a quoted cell may have several.
+        return list(csv.DictReader(io.StringIO(_text_of(path), newline=""), columns, **quoting))
+    lines = read_lines(path)
+    if ending in (".json", ".jsonl"):
+        return [json.loads(line) for line in lines if line.strip()]
     return [{"text": line} for line in lines]
 
 
 def read_lines(path: Path) -> list[str]:
+    return _text_of(path).replace("\r\n", "\n").removesuffix("\n").split("\n")
+
+
+def _text_of(path: Path) -> str:
     raw = path.read_bytes()
-    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    return text.removesuffix("\n").split("\n")
+    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
 
 
 def build_tokenizer(model: ModelArguments, texts: Any, template: str = f"{CLASS} $A {SEPARATOR}") -> Any:

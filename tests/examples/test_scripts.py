@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import re
 from pathlib import Path
@@ -40,6 +41,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"text": a, "summary": b} for a, b in zip(reversed_words, SENTENCES, strict=True)]
     (folder / "summaries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return folder
+
+
+def test_a_quoted_cell_keeps_its_lines(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(root / "examples"))
+    common = importlib.import_module("common")
+    (tmp_path / "rows.csv").write_bytes(b'text,label\r\n"a man\nwalks",1\r\n\r\n')
+    assert common.read_file(tmp_path / "rows.csv") == [{"text": "a man\nwalks", "label": "1"}]
+    (tmp_path / "rows.txt").write_bytes(b"a man\r\nwalks\r\n")
+    assert common.read_file(tmp_path / "rows.txt") == [{"text": "a man"}, {"text": "walks"}]
 
 
 def flags(script: str, data: Path, folder: Path) -> list[str]:

@@ -48,6 +48,14 @@ def test_a_folder_of_each_class(tmp_path: Path, photos: Path) -> None:
         assert torch.equal(row["pixel_values"], torch.full((3, 4, 4), 2.0 * row["labels"] - 1))
 
 
+def test_hidden_folders_and_files_are_not_of_the_data(tmp_path: Path, photos: Path) -> None:
+    shutil.copytree(photos / "white", photos / ".ipynb_checkpoints")
+    (photos / "white/._0.png").write_bytes(b"of another program")
+    train, held, names = load_images(recipe(tmp_path, photos).data, seed=1)
+    assert held is not None
+    assert (names, len(train) + len(held)) == (["black", "white"], 8)
+
+
 def test_few_images_are_of_each_class(tmp_path: Path, photos: Path) -> None:
     train, held, names = load_images(recipe(tmp_path, photos, "data.max_samples=4").data, seed=1)
     assert (names, len(train)) == (["black", "white"], 3)

@@ -83,9 +83,9 @@ def _images(rows: list[tuple[Any, str]], names: list[str], white: float, size: i
 
 
 def _files(folder: Path, most: int | None) -> list[tuple[Any, str]]:
-    files = first_of_folders(
-        [file for file in sorted(folder.glob("*/*")) if file.suffix.lower() in ENDINGS], most
-    )
+    # Hidden ones are of other programs: `.ipynb_checkpoints` is no class.
+    seen = sorted(folder.glob("[!.]*/[!.]*"))
+    files = first_of_folders([file for file in seen if file.suffix.lower() in ENDINGS], most)
     if not files:
         raise DataError(f"{folder}: has no images ({', '.join(ENDINGS)}) in folders of their classes")
     return [(file, file.parent.name) for file in files]
