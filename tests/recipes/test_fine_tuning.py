@@ -84,6 +84,24 @@ def test_the_base_of_a_run_stays_and_another_run_gets_another(
     assert weights.read_bytes() != first
 
 
+def test_a_base_is_not_taken_over_from_other_texts_or_another_seed(problems: Path) -> None:
+    """A named tokenizer stays the same, but rows that are held out now may have trained the base that is there."""
+    run = problems.parent / "run"
+    assert main(["train", "sft-gsm8k", *small(problems)]) == 0
+    shutil.copytree(run / "base", problems.parent / "words")
+    named = small(problems, f"tokenizer.name={problems.parent / 'words'}")
+    seen = []
+    for more in ([], [], ["training.seed=7"], ["training.seed=7"]):
+        for checkpoint in run.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        if len(seen) == 3:
+            problems.write_text(problems.read_text().replace("Tom has", "Zoe and Yak saw"))
+        assert main(["train", "sft-gsm8k", *named, *more]) == 0
+        seen.append((run / "base" / "model.safetensors").read_bytes())
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3
+
+
 def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "sft-gsm8k", *small(problems)]) == 0
     base = problems.parent / "run" / "base"

@@ -24,7 +24,7 @@ from windlass.data.collate_pad import default_data_collator
 from windlass.recipes.image_tuning import image_model
 from windlass.recipes.modelling import TextShape, base_config, build_model, check_model_type
 from windlass.recipes.samples import pack
-from windlass.recipes.schema import BaseSpec, ModelSpec, Recipe, RecipeParts, field_names
+from windlass.recipes.schema import BaseSpec, DataSpec, ModelSpec, Recipe, RecipeParts, field_names
 from windlass.recipes.splits import load_records
 from windlass.recipes.tuning_data import first_rows, takes_turns, tuning_rows, tuning_texts, tuning_tokenizer
 from windlass.text.forms import LocatedRows
@@ -161,13 +161,19 @@ def _complete_base(folder: Path, settings: str) -> None:
     Files().write(folder / _SETTINGS, [settings.encode()])
 
 
-def _settings_of(spec: BaseSpec, recipe: Recipe, tokenizer: Any) -> str:
+def _settings_of(spec: BaseSpec, data: DataSpec, seed: int, texts: list[str], tokenizer: Any) -> str:
     """What the weights of a base depend on, as JSON. Its embeddings are in the order of the tokenizer's entries: a
-    tokenizer that was trained on other rows of the same file would give them other meanings.
+    tokenizer that was trained on other rows of the same file would give them other meanings. Its texts are not those of
+    rows that are held out, which depend on the seed and on the file as it is now.
     """
-    entries = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-    vocabulary = hashlib.sha256(entries).hexdigest()
-    return json.dumps({**asdict(spec), "data": asdict(recipe.data), "vocabulary": vocabulary}, sort_keys=True)
+    depends = {**asdict(spec), "data": asdict(data), "seed": seed, "texts": _digest(texts)}
+    return json.dumps(
+        {**depends, "vocabulary": _digest(sorted(tokenizer.get_vocab().items()))}, sort_keys=True
+    )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _is_kept(folder: Path, settings: str, resumed: bool) -> bool:
@@ -210,7 +216,8 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     recipe, tokenizer = parts.recipe, parts.tokenizer
     spec = recipe.base or BaseSpec()
     folder = Path(args.output_path) / FOLDER
-    settings = _settings_of(spec, recipe, tokenizer)
+    texts = list(tuning_texts(first_rows(rows), recipe.data.text_column))
+    settings = _settings_of(spec, recipe.data, args.seed, texts, tokenizer)
     if _is_kept(folder, settings, parts.resumed):
         return folder
     is_main = world_from_environment().is_main
@@ -243,7 +250,7 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         model,
         base_args,
         default_data_collator,
-        pack(list(tuning_texts(first_rows(rows), recipe.data.text_column)), tokenizer, spec.block_size),
+        pack(texts, tokenizer, spec.block_size),
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint="auto")
