@@ -234,11 +234,11 @@ def test_the_loss_is_that_of_the_datasets_that_are_kept(tmp_path: Path) -> None:
         return convert({"stage": "sft", "dataset": names, "dataset_dir": "."}, tmp_path)
 
     first = of("rows,chats")
-    assert first.recipe["data"]["train"] == "rows.json"
+    assert first.recipe["data"]["train"] == str(tmp_path / "rows.json")
     assert "chats.json" in first.lost["dataset"][1]
     assert "assistant_only_loss" not in first.recipe["training"]
     both = of("chats,more")
-    assert both.recipe["data"]["mixture"] == ["chats.json", "more.json"]
+    assert both.recipe["data"]["mixture"] == [str(tmp_path / name) for name in ("chats.json", "more.json")]
     assert both.recipe["training"]["assistant_only_loss"]
     assert "convert again with dataset_dir=FOLDER" in of("elsewhere").lost["dataset"][1]
 

@@ -37,9 +37,8 @@ class OptunaSampler(Sampler):
         # The default sampler has a seed and chooses the same values again; one of a script's own may not.
         self._repeats = "sampler" not in options
         options = {"sampler": self._optuna.samplers.TPESampler(seed=seed), **options}
-        if (
-            options.get("pruner") == "median"
-        ):  # the word of the other backends and of recipes; optuna takes objects
+        # The word of the other backends, which recipes can write; optuna takes objects.
+        if options.get("pruner") == "median":
             options["pruner"] = self._optuna.pruners.MedianPruner()
         with _without_remarks(self._optuna.logging):
             self._study = self._optuna.create_study(directions=list(directions), **options)
