@@ -83,7 +83,7 @@ def _images(rows: list[tuple[Any, str]], names: list[str], white: float, size: i
 
 
 def _files(folder: Path, most: int | None) -> list[tuple[Any, str]]:
-    # Hidden ones are of other programs: `.ipynb_checkpoints` is no class.
+    # Hidden ones are of other programs: `.ipynb_checkpoints` is not a class.
     seen = sorted(folder.glob("[!.]*/[!.]*"))
     files = first_of_folders([file for file in seen if file.suffix.lower() in ENDINGS], most)
     if not files:
