@@ -12,6 +12,7 @@ from tests.finetuning.preferences import pairs, settings
 from tests.finetuning.test_peft_adapters import ids, lora, quantized
 
 from windlass import SFTTrainer
+from windlass.checkpoint.files import Files
 from windlass.cli.main import main
 from windlass.core.errors import CheckpointError
 from windlass.finetuning.merging import merge_adapter
@@ -128,6 +129,26 @@ def test_a_merge_that_was_killed_is_done_again(tmp_path: Path) -> None:
     assert main([*command, "--max-shard-size", "4KB"]) == 0
     assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 1
     assert not (tmp_path / "tmp-merged").exists()
+
+
+def test_all_of_a_merge_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of templates included, and the name itself before the command says that it is done."""
+    done: list[tuple[str, Path]] = []
+    monkeypatch.setattr(Files, "before", lambda self, operation, path: done.append((operation, path)))
+    trained(tmp_path / "run", small.saved(tmp_path / "base"))
+    tokenizer = small.tokenizer()
+    tokenizer.chat_template = {"default": small.CHAT, "tools": small.CHAT}
+    tokenizer.save_pretrained(tmp_path / "run")
+    done.clear()
+    merge_adapter(tmp_path / "run", tmp_path / "merged")
+    renamed = done.index(("rename", tmp_path / "tmp-merged"))
+    files = [path.relative_to(tmp_path / "merged") for path in (tmp_path / "merged").rglob("*")]
+    assert Path("additional_chat_templates/tools.jinja") in files
+    assert {tmp_path / "tmp-merged" / path for path in files} < {path for _, path in done[:renamed]}
+    assert ("fsync", tmp_path / "tmp-merged/additional_chat_templates/tools.jinja") in done[:renamed]
+    assert ("fsync_folder", tmp_path) in done[renamed:]
 
 
 def test_what_has_no_place_in_the_base(tmp_path: Path) -> None:

@@ -267,7 +267,11 @@ def test_a_search_with_tuples_is_continued(tmp_path: Path) -> None:
             "storage='sqlite:///x': has no effect: the study is kept in search.json",
         ),
         ({"pruner": "hyperband"}, "pruner='hyperband': must be 'median' or None"),
-        ({"pruner": 3}, "pruner=3: must be 'median' or None with this backend"),
+        ({"pruner": 3}, "pruner=3: must be 'median' or None"),
+        (
+            {"pruner": "hyperband", "backend": "optuna"},
+            "pruner='hyperband': must be 'median' or None, or an object of optuna.pruners",
+        ),
         ({"hp_space": None, "backend": "grid"}, "hp_space=None: is needed"),
         ({"hp_space": {"learning_rte": [1]}}, "hp_space.learning_rte=1: is not an argument of this run"),
         ({"hp_space": {"learning_rate": 1}}, "hp_space.learning_rate=1: must be a list of values"),

@@ -68,9 +68,14 @@ def merge_adapter(
     merged.save_pretrained(new, max_shard_size=max_shard_size)
     if (tokenizer := first_tokenizer((str(adapter), name))) is not None:
         tokenizer.save_pretrained(new)
-    for path in new.iterdir():
-        files.sync_file(path)
+    for path in new.rglob("*"):  # some tokenizers have folders of templates
+        if path.is_file():
+            files.sync_file(path)
+        else:
+            files.sync_folder(path)
+    files.sync_folder(new)
     files.rename(new, target)
+    files.sync_folder(target.parent)
 
 
 def merge(adapted: Any) -> Any:

@@ -144,17 +144,19 @@ class SearchSettings:
             return
         if self.hp_space is None and self.name not in _DEFAULT_SPACES:
             yield Problem("hp_space", None, f"is needed with backend={self.name!r}: name -> its values")
+        by_optuna = self.name == "optuna"
         for option, value in self.options.items():
             if option == "n_jobs" and value != 1:
                 yield Problem(
                     option, value, "must be 1: trials run one after the other on all processes of this job"
                 )
-            elif option == "pruner" and isinstance(value, str) and value != "median":
-                yield Problem(
-                    option, value, "must be 'median' or None, or with optuna an object of optuna.pruners"
-                )
-            elif option == "pruner" and self.name != "optuna" and value not in (None, "median"):
-                yield Problem(option, value, "must be 'median' or None with this backend")
+            elif (
+                option == "pruner"
+                and value not in (None, "median")
+                and (not by_optuna or isinstance(value, str))
+            ):
+                fix = "must be 'median' or None" + (", or an object of optuna.pruners" if by_optuna else "")
+                yield Problem(option, value, fix)
             elif option not in _OPTIONS[self.name]:
                 known = ", ".join(_OPTIONS[self.name])
                 yield Problem(
