@@ -127,7 +127,8 @@ def whole_folder(target: Path, files: Files, check: Callable[[], None]) -> Itera
     Args:
         check: raises CheckpointError if what is at `target` must not be replaced.
     """
-    if Path(working_folder()).is_relative_to(target.resolve()):  # programs that run in it, as the shell, would be in no folder
+    # Programs that run in it, as the shell does, would be in a folder that no longer exists.
+    if Path(working_folder()).is_relative_to(target.resolve()):
         raise CheckpointError(f"{target} is in use as the working directory: name a new folder")
     # First: an interrupted export may have left the folder that is checked next under its temporary name.
     _recover(target, files)

@@ -169,8 +169,8 @@ def prune_command(options: argparse.Namespace) -> int:
             done = "would be removed" if dry_run else "removed"
             if not options.json:
                 say(f"{one_line(info.path)}: {done}, {in_words(info.nbytes)}")
-    named = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
-    facts = {"removed": not dry_run, "complete": len(whole), "checkpoints": named}
+    listed = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
+    facts = {"removed": not dry_run, "complete": len(whole), "checkpoints": listed}
     freed = in_words(sum(info.nbytes for info in going))
     return answer(options, facts, [f"{len(going)} of {len(whole)} complete checkpoints, {freed}"])
 
