@@ -17,9 +17,8 @@ _SIZE = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1; an older kernel refuses it, and all stays as it was
 _FORKS = 10  # to put divided pages together takes as long as a few forks of them
 
-_forks: int | None = (
-    None  # of this process since then; None in a child, where it would copy what the parent shares
-)
+# Forks of this process since then; None in a child, where it would copy what the parent shares.
+_forks: int | None = None
 
 
 def keep_large_pages() -> None:

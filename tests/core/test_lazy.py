@@ -36,7 +36,7 @@ def test_a_module_of_names_costs_no_torch_before_one_is_used() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_is_imported_without_collections_by_whoever_asks_first() -> None:
+def test_torch_is_imported_without_collections_by_any_module() -> None:
     code = (
         "import gc, importlib.util, sys\n"
         "from windlass.core.lazy import import_torch_uncollected\n"

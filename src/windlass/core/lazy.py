@@ -131,7 +131,7 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def import_torch_uncollected() -> None:
-    """From now on the first import of torch, whoever asks for it, is not interrupted by collections of garbage, and
+    """From now on the first import of torch, by any module, is not interrupted by collections of garbage, and
     none looks at what it made: modules stay to the end. For processes of Windlass itself, before a user's code runs.
     """
     if "torch" not in sys.modules:
