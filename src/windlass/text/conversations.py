@@ -41,7 +41,8 @@ def _is_list_with(value: Any, *keys: str) -> bool:
 def maybe_convert_to_chatml(example: Example) -> Example:
     """Return `example` with "from" and "value" of its messages renamed to "role" and "content".
 
-    "conversations" becomes "messages", in place of any that are there. Names of roles are left as they are. Other examples are returned equal.
+    "conversations" becomes "messages", in place of any that are there. Names of roles are left as they are. Other
+    examples are returned equal.
     """
     new = {"from": "role", "value": "content"}
 

@@ -195,10 +195,9 @@ def get_balanced_memory(
     if not devices:
         return room
     low_zero = low_zero and len(devices) > 1 and 0 in room
-    if len(devices) == 1:
-        if max_memory is None and isinstance(devices[0], int):
-            room[devices[0]] = int(room[devices[0]] * USED_OF_ONLY_DEVICE)
-            _logger.info("using up to 90 %% of device %s; set max_memory to change that", devices[0])
+    if len(devices) == 1 and max_memory is None and isinstance(devices[0], int):
+        room[devices[0]] = int(room[devices[0]] * USED_OF_ONLY_DEVICE)
+        _logger.info("using up to 90 %% of device %s; set max_memory to change that", devices[0])
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     total = sizes.get("", 0)
     blocks = _largest_block(model, sizes, class_names(no_split_module_classes))
