@@ -119,7 +119,7 @@ class Alerts:
             self._send(alert)
         return {**alert, "timing": {"wall": time.time()}}
 
-    # --- the rules: a message if one holds, "" if it does not, None for a report that does not measure it --------------
+    # --- the rules: a message if one holds, "" if it does not, None for a report that does not measure it -------------
 
     def _loss_rise(self, row: Row, limit: float) -> str | None:
         loss = row.get("loss")
