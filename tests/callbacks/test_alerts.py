@@ -60,7 +60,9 @@ def test_a_report_that_does_not_measure_a_rule_changes_nothing() -> None:
 
 
 def test_a_script_may_log_what_is_not_a_number(tmp_path: Path) -> None:
-    trainer = Trainer(Net(), arguments(tmp_path, max_steps=1, alerts={"data_wait": 0.9}), train_dataset=rows(8))
+    trainer = Trainer(
+        Net(), arguments(tmp_path, max_steps=1, alerts={"data_wait": 0.9}), train_dataset=rows(8)
+    )
     trainer.train()
     trainer.log({"data_wait": float("nan"), "slowest_rank_wait": float("nan")})
     (logged,) = (one for one in read_metrics(tmp_path / "metrics.jsonl") if "data_wait" in one["timing"])
