@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.accelerator.asking_dataset import facts_of
 from tests.data.cases import Numbers, Stream
-from tests.dist.launch import launch
+from tests.dist.launch import launch, on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -125,8 +125,7 @@ def test_the_epoch_reaches_a_batch_sampler_at_once() -> None:
 
 @pytest.mark.dist
 def test_copies_of_loaders_on_two_ranks() -> None:
-    ranks = Path(__file__)
-    assert launch(2, ranks).count("the copies are right") == 2
+    on_ranks(2, main)
 
 
 @pytest.mark.dist
@@ -173,8 +172,3 @@ def main() -> None:
         [2 * rank, 2 * rank + 1],
         [4 + 2 * rank, 5 + 2 * rank],
     ]
-    print("the copies are right")
-
-
-if __name__ == "__main__":
-    main()

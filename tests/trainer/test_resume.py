@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import launch, on_ranks
 from tests.trainer.resume_cases import (
     KILLED,
     Case,
@@ -226,8 +224,7 @@ def test_the_order_goes_on_under_another_split(
 
 @pytest.mark.dist
 def test_ranks_that_keep_buffers_of_their_own(folder: Path) -> None:
-    launch(2, Path(__file__), folder)
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    first, second = on_ranks(2, main, folder)
     assert first == second
     assert first[0] == first[1]
 
@@ -414,12 +411,6 @@ def weights(folder: Path, resume: str | None = None) -> Any:
     return [p.tolist() for p in trainer.model.parameters()]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> list[Any]:
     whole = weights(folder / "whole")
-    resumed = weights(folder / "resumed", str(folder / "whole" / "checkpoint-2"))
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps([whole, resumed]))
-
-
-if __name__ == "__main__":
-    main()
+    return [whole, weights(folder / "resumed", str(folder / "whole" / "checkpoint-2"))]
