@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,13 +51,3 @@ def train(parallel: dict[str, int], sharded: bool, precision: str) -> dict[str, 
     divided = "context" if parallel.get("tp_size", 1) == 1 else "tensor"
     assert not parallel or getattr(accelerator, f"{divided}_parallel_rank") == accelerator.process_index
     return {"reported": reported, "evaluated": evaluated, "weights": torch.cat(weights).tolist()}
-
-
-def main() -> None:
-    folder, parallel, sharded = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "sharded"
-    found = train(parallel, sharded, sys.argv[4])
-    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

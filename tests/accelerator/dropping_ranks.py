@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
-if __name__ == "__main__":
+def main(folder: Path) -> None:
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
     prepared = accelerator.prepare(model())
     prepared(torch.randn(8, 4) + accelerator.process_index)
-    accelerator.save_state(sys.argv[1])
+    accelerator.save_state(folder)

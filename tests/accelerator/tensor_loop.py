@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import sys
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -81,14 +78,9 @@ def _train_batch(
     return norm
 
 
-def main() -> None:
-    folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
+def main(layout: dict[str, Any], cases: Iterable[str]) -> dict[str, Any]:
     found = {}
     for case in cases:
         name, form = case.split("/")
         found[case] = train(name, form, dict(layout))
-    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.dist.launch import launch
+from tests.accelerator import context_loop
+from tests.dist.launch import on_ranks
 
 pytest.importorskip("transformers")
-LOOP = Path(__file__).with_name("context_loop.py")
 
 
 @pytest.mark.dist
@@ -24,28 +22,24 @@ LOOP = Path(__file__).with_name("context_loop.py")
         pytest.param({"tp_size": 2}, "replicated", marks=pytest.mark.slow),
     ],
 )
-def test_a_loop_on_two_ranks_equals_one_process(
-    parallel: dict[str, int], strategy: str, tmp_path: Path
-) -> None:
-    for found, expected in figures(tmp_path, parallel, strategy, "no"):
+def test_a_loop_on_two_ranks_equals_one_process(parallel: dict[str, int], strategy: str) -> None:
+    for found, expected in figures(parallel, strategy, "no"):
         for what, values in expected.items():
             assert np.abs(np.array(found[what]) - np.array(values)).max() <= 1e-10, what
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_a_loop_in_mixed_precision_is_divided_too(precision: str, tmp_path: Path) -> None:
+def test_a_loop_in_mixed_precision_is_divided_too(precision: str) -> None:
     """What a layout compares before the start is computed in the precision of the weights. Losses and norms are equal
     up to rounding.
     """
-    for found, expected in figures(tmp_path, {"sp_size": 2}, "replicated", precision):
+    for found, expected in figures({"sp_size": 2}, "replicated", precision):
         assert found["reported"] == pytest.approx(expected["reported"], rel=0.02)
 
 
-def figures(folder: Path, parallel: dict[str, int], strategy: str, precision: str) -> Iterator[Any]:
+def figures(parallel: dict[str, int], strategy: str, precision: str) -> Iterator[Any]:
     """What each of two ranks and what one process comes to."""
-    launch(1, LOOP, folder, "{}", "replicated", precision)
-    expected = json.loads((folder / "rank0.json").read_text())
-    launch(2, LOOP, folder, json.dumps(parallel), strategy, precision)
-    for rank in range(2):
-        yield json.loads((folder / f"rank{rank}.json").read_text()), expected
+    [expected] = on_ranks(1, context_loop.train, {}, False, precision)
+    for found in on_ranks(2, context_loop.train, parallel, strategy == "sharded", precision):
+        yield found, expected

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.accelerator import worker_ranks
 from tests.accelerator.asking_dataset import facts_of
 from tests.data.cases import Numbers, Stream
-from tests.dist.launch import launch, on_ranks
+from tests.dist.launch import on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -130,8 +130,7 @@ def test_copies_of_loaders_on_two_ranks() -> None:
 
 @pytest.mark.dist
 def test_spawned_workers_of_two_ranks_know_their_rank() -> None:
-    ranks = Path(__file__).with_name("worker_ranks.py")
-    assert launch(2, ranks).count("workers know their rank") == 2
+    on_ranks(2, worker_ranks.main)
 
 
 @copied_in_each_way

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 from tests.accelerator import dropping_ranks, loop_cases
-from tests.dist.launch import launch
+from tests.dist.launch import launch, on_ranks
 
 from windlass import Accelerator
 
@@ -25,7 +25,7 @@ def test_two_ranks_end_as_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_what_fewer_processes_drop_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    launch(2, HERE / "dropping_ranks.py", tmp_path / "saved")
+    on_ranks(2, dropping_ranks.main, tmp_path / "saved")
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(dropping_ranks.model())
     logger = logging.getLogger("windlass")

@@ -25,8 +25,3 @@ def main() -> None:
         assert all(facts.items() <= expected.items() for facts in [*found["held"], *found["new"]]), found
     error = spawned(Waiting(accelerator))
     assert error.startswith("DataError: a data worker of rank"), error
-    print("workers know their rank")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,7 @@
-"""Run by `torch.distributed.run`: averages of weights that are sharded over ranks, in one run and in two."""
+"""Run on ranks: averages of weights that are sharded over ranks, in one run and in two."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +34,7 @@ def doubled(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "x": row["x"].double()} for row in data]
 
 
-if __name__ == "__main__":
-    place, rank = Path(sys.argv[1]), os.environ["RANK"]
-    clean = train(place / "a", 6)
-    train(place / "b", 3)
-    said = {"clean": clean, "again": train(place / "b", 6, resume=True)}
-    (place / f"rank{rank}.json").write_text(json.dumps(said))
+def main(folder: Path) -> dict[str, Any]:
+    clean = train(folder / "a", 6)
+    train(folder / "b", 3)
+    return {"clean": clean, "again": train(folder / "b", 6, resume=True)}

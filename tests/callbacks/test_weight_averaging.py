@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch
+from tests.callbacks import averaging_ranks
+from tests.dist.launch import on_ranks
 from tests.trainer.small import Net, arguments, rows, weights_hash
 from torch import Tensor, nn
 
@@ -242,8 +242,7 @@ def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
 
 @pytest.mark.dist
 def test_sharded_weights_have_the_same_average(tmp_path: Path) -> None:
-    launch(2, Path(__file__).parent / "averaging_ranks.py", tmp_path)
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks(2, averaging_ranks.main, tmp_path)
     assert first == second
     assert first["clean"] == first["again"]
     seen = Seen()

@@ -5,9 +5,8 @@ Usage: torchrun gloo_interrupt.py ROOT
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from tests.checkpoint.faults import CountingFiles
@@ -32,8 +31,7 @@ def attempt(root: Path, step: int, files: Files) -> str | None:
         return type(error).__name__
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
+def main(root: Path) -> list[Any]:
     dist.init_process_group("gloo")  # its time-out is half an hour
     rank = dist.get_rank()
     results = [attempt(root, 1, Files())]
@@ -44,9 +42,5 @@ def main() -> None:
             dist.barrier()  # an interrupted rank 0 has removed its staged checkpoint
     standing = [info.step for info in Store(root).list()]
     results.append(attempt(root, 3, Files()))
-    (root / f"result-{rank}").write_text(json.dumps([results, standing]))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return [results, standing]

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.compat import gathering_ranks
+from tests.dist.launch import on_ranks
 from tests.dist.same import assert_same
 from transformers import trainer_pt_utils as reference
 from transformers import trainer_utils
@@ -92,4 +93,4 @@ def test_without_a_process_group_gathering_is_an_error() -> None:
 
 @pytest.mark.dist
 def test_two_processes_gather_as_the_reference(tmp_path: Path) -> None:
-    assert launch(2, Path(__file__).with_name("gathering_ranks.py"), tmp_path).count("agrees") == 2
+    on_ranks(2, gathering_ranks.main, tmp_path)

@@ -1,9 +1,8 @@
-"""Run by `torch.distributed.run`: processes that meet again while one of them still leaves."""
+"""Run on ranks: processes that meet again while one of them still leaves."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import torch
@@ -14,9 +13,9 @@ from windlass.dist.gang import join, leave
 MEETINGS, LATE_SECONDS = 4, 0.5
 
 
-def main() -> None:
-    if len(sys.argv) > 1:  # the port of a launcher's store
-        os.environ.update(MASTER_PORT=sys.argv[1], TORCHELASTIC_USE_AGENT_STORE="True")
+def main(port: int | None = None) -> None:
+    if port is not None:  # of a launcher's store
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     world = world_from_environment()
     for meeting in range(MEETINGS):
         gang = join(world, torch.device("cpu"), 20)
@@ -24,7 +23,3 @@ def main() -> None:
         if world.rank == meeting % 2:
             time.sleep(LATE_SECONDS)
         leave()
-
-
-if __name__ == "__main__":
-    main()

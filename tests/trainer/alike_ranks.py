@@ -1,10 +1,8 @@
-"""Run by `torch.distributed.run`: what differs between two ranks is named on both before anything is trained."""
+"""Run on ranks: what differs between two ranks is named on both before anything is trained."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from torch.utils.data import DataLoader
 from windlass import Accelerator, EarlyStoppingCallback, Trainer, TrainerCallback
 from windlass.core.errors import RankMismatchError
 
-RANK = int(os.environ["RANK"])
-FOLDER = Path(sys.argv[1])
+RANK = int(os.environ.get("RANK", "0"))
+FOLDER = Path()  # where the runs are, set by `main`
 
 
 def of_rank(first: Any, second: Any) -> Any:
@@ -149,8 +147,9 @@ def what_may_differ() -> int:
     return run.state.global_step
 
 
-def main() -> None:
-    said = {}
+def main(folder: Path) -> dict[str, Any]:
+    global FOLDER
+    FOLDER, said = folder, dict[str, Any]()
     for name, case in CASES.items():
         try:
             case()
@@ -159,9 +158,5 @@ def main() -> None:
         else:
             said[name] = ["nothing"]
     said["steps"] = what_may_differ()
-    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(said))
     trainer("end").end()
-
-
-if __name__ == "__main__":
-    main()
+    return said

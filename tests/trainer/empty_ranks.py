@@ -1,11 +1,7 @@
-"""Trainings of a model with parameters without elements, also run by `torch.distributed.run`.
-
-Args: folder, "alone", "ddp" or "fsdp", then names of optimizers. Each is trained whole, and resumed from its middle.
-"""
+"""Trainings of a model with parameters without elements, alone and on ranks."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +82,9 @@ def check_lists_of_tensors() -> None:
     assert all(map(torch.equal, found[0] + found[1], found[2] + found[3]))
 
 
-if __name__ == "__main__":
-    if sys.argv[2] == "fsdp":
+def main(folder: Path, strategy: str, optimizers: list[str]) -> None:
+    """Train with each optimizer on "ddp" or "fsdp", whole and resumed from its middle."""
+    if strategy == "fsdp":
         check_lists_of_tensors()
-    for name in sys.argv[3:]:
-        train(Path(sys.argv[1]) / name, sys.argv[2], name)
+    for name in optimizers:
+        train(folder / name, strategy, name)

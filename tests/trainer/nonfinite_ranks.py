@@ -1,11 +1,8 @@
-"""Run by `torch.distributed.run`: one rank's sample is not finite; what every rank did about it."""
+"""Run on ranks: one rank's sample is not finite; what every rank did about it."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +32,7 @@ def on_both_ranks(folder: Path, **case: Any) -> str:
     return next(row["reason"] for row in trainer.state.log_history if "skipped_update" in row)
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+def main(folder: Path) -> dict[str, Any]:
     watcher = Weights()
     trainer = trainer_for(folder / "skip", float("nan"), watcher, nonfinite_policy="skip")
     trainer.train()
@@ -63,9 +59,5 @@ def main() -> None:
     except NonFiniteError as error:
         said["error"] = str(error)
     said["both"] = {name: on_both_ranks(folder / name, **case) for name, case in BOTH.items()}
-    (folder / f"rank{rank}.json").write_text(json.dumps(said))
     trainer.end()
-
-
-if __name__ == "__main__":
-    main()
+    return said

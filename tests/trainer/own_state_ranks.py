@@ -1,10 +1,8 @@
-"""Run by `torch.distributed.run`: models with state of their own, replicated and sharded, stopped and continued."""
+"""Run on ranks: models with state of their own, replicated and sharded, stopped and continued."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +62,8 @@ def refused(folder: Path, strategy: str) -> str:
     return ""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
     said = {f"{strategy}, {case}": run(folder, strategy, case) for strategy in STRATEGIES for case in CASES}
     refusals = {strategy: refused(folder, strategy) for strategy in ("ddp", "parts")}
-    (folder / f"rank{RANK}.json").write_text(json.dumps({"runs": said, "refused": refusals}))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    return {"runs": said, "refused": refusals}

@@ -1,9 +1,7 @@
-"""Run by `torch.distributed.run`: streams that split themselves, in runs, in a user's loops, in evaluations."""
+"""Run on ranks: streams that split themselves, in runs, in a user's loops, in evaluations."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from windlass.compat.state import AcceleratorState, GradientState
 from windlass.core.errors import DataError
 from windlass.dist.sharded import whole
 
-FOLDER = Path(sys.argv[1])
+FOLDER = Path()  # where the runs are, set by `main`
 
 
 def run(name: str, stream: Any, resume: str | None = None, **changes: Any) -> dict[str, Any]:
@@ -84,8 +82,10 @@ def refused(work: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def main() -> None:
-    rank = dist.get_rank()
+def main(folder: Path) -> dict[str, Any]:
+    global FOLDER
+    FOLDER = folder
+    trainer = trainer_for(FOLDER / "first", cases.Whole())  # opens the process group
     said = in_training()
     said["evaluated"] = [
         evaluated(cases.Whole()),
@@ -107,11 +107,6 @@ def main() -> None:
         "nothing": refused(lambda: run("nothing", cases.NothingForTheLast())),
         "nothing loop": refused(lambda: own_loop(cases.NothingForTheLast())),
     }
-    (FOLDER / f"rank{rank}.json").write_text(json.dumps(said))
     dist.barrier()
-
-
-if __name__ == "__main__":
-    trainer = trainer_for(FOLDER / "first", cases.Whole())  # opens the process group
-    main()
     trainer.end()
+    return said

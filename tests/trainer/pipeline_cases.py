@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,8 +225,7 @@ def train(
     }
 
 
-def main() -> None:
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+def main(folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for case, (name, parallel, changes) in cases.items():
         precision = contextlib.nullcontext() if changes.get("single") else double_precision()
@@ -238,8 +235,4 @@ def main() -> None:
             except (ConfigError, ModelError) as error:
                 found[case] = {"error": str(error)}
             leave()  # the next case may have another layout
-    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

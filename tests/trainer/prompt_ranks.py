@@ -1,8 +1,7 @@
-"""Run by `torch.distributed.run`: learnt prompts on a sharded model, stopped, continued, saved and evaluated."""
+"""Run on ranks: learnt prompts on a sharded model, stopped, continued, saved and evaluated."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from tests.trainer.adapter_cases import prompted, rows, stretch
@@ -10,8 +9,7 @@ from tests.trainer.adapter_cases import prompted, rows, stretch
 from windlass.dist.sharded import is_sharded
 
 
-def main() -> None:
-    folder, sharded = Path(sys.argv[1]), sys.argv[2] == "sharded"
+def main(folder: Path, sharded: bool) -> None:
     strategy = {"fsdp": "full_shard"} if sharded else {}
     for kind in ("prompt", "prefix", "encoder"):
         whole = stretch(folder / kind / "whole", 3, False, model=prompted(kind), **strategy)
@@ -21,7 +19,3 @@ def main() -> None:
         losses = [trainer.evaluate(rows()[:8])["eval_loss"] for trainer in (whole, resumed)]
         assert losses[0] == losses[1]
         resumed.save_model(str(folder / kind / "final"))
-
-
-if __name__ == "__main__":
-    main()

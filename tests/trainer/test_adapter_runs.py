@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch, on_ranks
+from tests.dist.launch import on_ranks
+from tests.trainer import prompt_ranks
 from tests.trainer.adapter_cases import adapted, base, stretch
 
 from windlass import TrainerCallback
@@ -152,7 +153,7 @@ def test_two_ranks_replicated_and_sharded(tmp_path: Path) -> None:
 def test_learnt_prompts_train_and_continue_on_two_ranks(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    launch(2, Path(__file__).with_name("prompt_ranks.py"), tmp_path, kind)
+    on_ranks(2, prompt_ranks.main, tmp_path, kind == "sharded")
     for form in ("prompt", "prefix", "encoder"):
         saved = [tmp_path / form / run / "checkpoint-3" for run in ("whole", "resumed")]
         names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in saved]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import alike_ranks
 
 from windlass import TrainingArguments
 from windlass.config.arguments import shared_arguments
 from windlass.config.sections.setting import rules_of
 from windlass.dist.alike import differences
 
-HERE = Path(__file__).parent
 EXPECTED = {
     "learning_rate": "0.001 on rank 0, 0.002 on rank 1",
     "max_grad_norm": "1.0 on rank 0, 0.5 on rank 1",
@@ -40,8 +39,7 @@ EXPECTED = {
 
 @pytest.mark.dist
 def test_what_differs_between_ranks_is_named_on_all_of_them(folder: Path) -> None:
-    launch(2, HERE / "alike_ranks.py", folder, timeout=200)
-    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    found = on_ranks(2, alike_ranks.main, folder)
     assert found[0] == found[1]
     for name, values in EXPECTED.items():
         assert f"{name}: {values}" in found[0][name], (name, found[0][name])

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import output_ranks
 from tests.trainer.small import arguments
 
 from windlass import Trainer
@@ -22,8 +23,7 @@ class OwnOptimizer(Trainer):
 
 @pytest.mark.dist
 def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
-    launch(2, Path(__file__).with_name("output_ranks.py"), tmp_path)
-    said = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(2)]
+    said = on_ranks(2, output_ranks.main, tmp_path)
     assert said[0] == said[1]
     assert "output_dir=" in said[0]
     assert "can't be written" in said[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer import empty_ranks
 
 OPTIMIZERS = [
@@ -23,11 +23,11 @@ def test_one_process(optim: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks(strategy: str, tmp_path: Path) -> None:
-    launch(2, Path(empty_ranks.__file__), tmp_path, strategy, *OPTIMIZERS[:3])
+    on_ranks(2, empty_ranks.main, tmp_path, strategy, OPTIMIZERS[:3])
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_with_every_optimizer(strategy: str, tmp_path: Path) -> None:
-    launch(2, Path(empty_ranks.__file__), tmp_path, strategy, *OPTIMIZERS[3:])
+    on_ranks(2, empty_ranks.main, tmp_path, strategy, OPTIMIZERS[3:])

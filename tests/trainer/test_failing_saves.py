@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import failing_saves_ranks
 from tests.trainer.background_cases import trainer_of
 
 from windlass import TrainerCallback
@@ -20,8 +21,6 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.trainer import run_checkpoints
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -172,8 +171,7 @@ def test_nothing_is_written_below_a_mount_that_is_gone(folder: Path, tmp_path: P
 
 @pytest.mark.dist
 def test_an_error_of_one_rank_is_one_of_all(folder: Path) -> None:
-    launch(2, HERE / "failing_saves_ranks.py", folder)
-    told = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
+    told = on_ranks(2, failing_saves_ranks.main, folder)
     assert told[0] == told[1]
     passing, last, limit, gathered = told[0]
     assert gathered[-1] == 6, "no rank waited for the first one, whose folder was away at step 4"

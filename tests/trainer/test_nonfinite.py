@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import nonfinite_ranks
 from tests.trainer.nonfinite_cases import BAD, Fragile, Weights, samples, trainer_for
 from torch import Tensor
 
 from windlass import Trainer
 from windlass.core.errors import NonFiniteError
 
-HERE = Path(__file__).parent
 BAD_STEP = BAD // 2 + 1
 
 
@@ -120,8 +119,7 @@ BOTH = {
 
 @pytest.mark.dist
 def test_two_ranks_agree(folder: Path) -> None:
-    launch(2, HERE / "nonfinite_ranks.py", folder)
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    ranks = on_ranks(2, nonfinite_ranks.main, folder)
     step = BAD // 4 + 1
     for said in ranks:
         assert said["after"] == ranks[0]["after"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import own_state_ranks
 from tests.trainer.odd_tensors import Odd
 from tests.trainer.own_state_cases import CASES, Copied, Partial, Scaled, digest, fit, own_tensors
 from tests.trainer.small import Net, weights_hash
@@ -122,9 +122,7 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks saw, of runs that were stopped and continued under every strategy."""
-    folder = tmp_path_factory.mktemp("own_state")
-    launch(2, Path(__file__).parent / "own_state_ranks.py", folder, timeout=500)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return on_ranks(2, own_state_ranks.main, tmp_path_factory.mktemp("own_state"), timeout=500)
 
 
 @pytest.mark.dist

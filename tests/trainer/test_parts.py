@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import parts_ranks
 from tests.trainer.parts_cases import COUNT, Whole, trainer_for
 
-HERE = Path(__file__).parent
 Ranks = list[dict[str, Any]]
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with tempfile.TemporaryDirectory(prefix="windlass-") as name:
-        launch(2, HERE / "parts_ranks.py", name, timeout=300)
-        yield [json.loads((Path(name) / f"rank{rank}.json").read_text()) for rank in range(2)]
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return on_ranks(2, parts_ranks.main, tmp_path_factory.mktemp("parts"), timeout=300)
 
 
 @pytest.mark.parametrize("name", ["ByRank", "ByRankAndWorker", "Sized", "by_node", "accumulating", "sharded"])

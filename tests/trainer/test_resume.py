@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch, on_ranks
+from tests.dist.launch import on_ranks
+from tests.trainer import resume_ranks, uneven_ranks
 from tests.trainer.resume_cases import (
     KILLED,
     Case,
@@ -41,7 +42,6 @@ from torch.utils.data import DataLoader, SequentialSampler
 from windlass import EarlyStoppingCallback, LossTerms, Trainer
 from windlass.core.errors import CheckpointError
 
-HERE = Path(__file__).parent
 EVALUATED = {"eval_strategy": "epoch"}
 BEST = {
     "eval_strategy": "steps",
@@ -232,8 +232,7 @@ def test_ranks_that_keep_buffers_of_their_own(folder: Path) -> None:
 @pytest.mark.dist
 def test_ranks_whose_own_loaders_differ_in_length(folder: Path) -> None:
     """The longest decides; a rank that has run out takes part with nothing, also in a resumed run."""
-    launch(2, HERE / "uneven_ranks.py", folder)
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    first, second = on_ranks(2, uneven_ranks.main, folder)
     for rank in (first, second):
         assert rank["whole"]["steps"] == [6, 6]
         assert rank["whole"]["epochs"] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
@@ -355,7 +354,7 @@ def test_an_optimizer_keeps_its_identity(folder: Path) -> None:
 )
 def test_ranks_killed_one_at_a_time(world: int, steps: list[int], folder: Path) -> None:
     """Batch norm included: its statistics differ over ranks while a step is under way, but not what is evaluated."""
-    launch(world, HERE / "resume_ranks.py", folder, *steps)
+    on_ranks(world, resume_ranks.main, folder, steps)
     assert rows(folder / "whole") == rows(folder / "killed")
     ends = [
         {name: json.loads((folder / f"{name}-{rank}.json").read_text()) for name in ("whole", "killed")}

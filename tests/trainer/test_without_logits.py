@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import lean_ranks
 from torch import nn
 
 from windlass import Trainer, TrainerCallback
@@ -18,7 +19,6 @@ pytest.importorskip("transformers")
 from tests.trainer.lean_cases import FAMILIES, losses, model_of, train
 
 _ROUNDING = 1e-6  # transformers computes most losses in single precision
-RANKS = Path(__file__).with_name("lean_ranks.py")
 
 
 def _decision(folder: Path) -> dict[str, Any]:
@@ -218,4 +218,4 @@ def test_an_adapter_on_the_head_keeps_the_models_loss(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_several_ranks_equal_one(tmp_path: Path) -> None:
-    launch(2, RANKS, tmp_path)
+    on_ranks(2, lean_ranks.main, tmp_path)

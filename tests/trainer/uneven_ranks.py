@@ -1,10 +1,8 @@
-"""Run by `torch.distributed.run`: each rank's own loader is of another length; resumed from each of its checkpoints."""
+"""Run on ranks: each rank's own loader is of another length; resumed from each of its checkpoints."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from windlass import Trainer
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 SAMPLES = (11, 5)
 
 
@@ -54,15 +52,10 @@ def outcome(folder: Path, resume: str | None = None) -> dict[str, Any]:
     return {"weights": weights, "logs": logs, "epochs": epochs, "steps": steps, "seen": len(trainer.seen)}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> dict[str, Any]:
     whole = outcome(folder / "whole")
     resumed = [
         outcome(folder / f"resumed-{step}", str(folder / "whole" / f"checkpoint-{step}"))
         for step in range(1, 6)
     ]
-    (folder / f"rank{RANK}.json").write_text(json.dumps({"whole": whole, "resumed": resumed}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"whole": whole, "resumed": resumed}

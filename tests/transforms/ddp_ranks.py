@@ -216,9 +216,4 @@ def main() -> None:
     searched_unless_that_would_mislead()
     gang.barrier()
     alone_with_it(world.rank)
-    print("replicas are right")
     leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -125,7 +125,3 @@ def main() -> None:
         _check(seed)
     _check_autocast()
     leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -138,7 +138,3 @@ def main() -> None:
             spread(net, DistPlan(), current(), torch.device("cpu"))
     half_precision(accelerator)
     generate_in_training(accelerator)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import torch
@@ -76,15 +75,11 @@ def _check(name: str, ranks: Any, positions: bool) -> None:
     assert (_loss(model, ids) - expected).abs() < limit, (name, "divided again")
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     ranks = join(world_from_environment(), torch.device("cpu"), mesh=Mesh(tensor=2)).over("loss")
-    for name in sys.argv[1:]:
+    for name in names:
         _check(name, ranks, positions=False)
         if name in ("gptj", "bloom"):  # OPT makes its rows flat in between, and the others have an encoder
             _check(name, ranks, positions=True)
     dist.barrier()
     leave()
-
-
-if __name__ == "__main__":
-    main()

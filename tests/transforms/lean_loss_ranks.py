@@ -85,7 +85,3 @@ def main() -> None:
             )
     del gang
     leave()
-
-
-if __name__ == "__main__":
-    main()

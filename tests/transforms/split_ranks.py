@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -145,7 +144,7 @@ def main() -> None:
     sizes = {2: Mesh(tensor=2), 4: Mesh(shard=2, tensor=2)}
     all_ranks = join(world, torch.device("cpu"), mesh=sizes[world.size])
     patch = pytest.MonkeyPatch()
-    for name in sys.argv[1:] or _CONFIGS:
+    for name in _CONFIGS:
         plain = _model(name)
         model = copy.deepcopy(plain)
         strategy = _strategy(model, all_ranks.over("loss"))
@@ -154,7 +153,3 @@ def main() -> None:
     _check_ties(all_ranks.over("tensor"))
     dist.barrier()
     leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from tests.dist.launch import launch, on_ranks
+from tests.dist.launch import on_ranks
+from tests.transforms import ddp_ranks
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
@@ -17,8 +16,7 @@ from windlass.transforms.ddp import DataParallel
 
 @pytest.mark.dist
 def test_compression_and_unused_parameters() -> None:
-    said = launch(2, Path(__file__).with_name("ddp_ranks.py"))
-    assert said.count("replicas are right") == 2
+    on_ranks(2, ddp_ranks.main)
 
 
 @pytest.mark.dist

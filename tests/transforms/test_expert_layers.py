@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tests.dist.launch import launch
-
-RANKS = Path(__file__).with_name("expert_ranks.py")
+from tests.dist.launch import on_ranks
+from tests.transforms import expert_ranks
 
 
 @pytest.mark.dist
 def test_an_update_of_a_loop_is_that_of_one_process() -> None:
-    launch(2, RANKS)
+    on_ranks(2, expert_ranks.main)

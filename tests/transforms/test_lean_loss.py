@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.transforms import lean_loss_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -17,7 +17,6 @@ from windlass.transforms.linear_cross_entropy import LossOptions
 
 transformers = pytest.importorskip("transformers")
 
-RANKS = Path(__file__).with_name("lean_loss_ranks.py")
 _SIZES: dict[str, Any] = {
     "vocab_size": 23,
     "hidden_size": 16,
@@ -317,4 +316,4 @@ def test_modes_and_generators_stay() -> None:
 
 @pytest.mark.dist
 def test_replicated_and_sharded_models() -> None:
-    launch(2, RANKS)
+    on_ranks(2, lean_loss_ranks.main)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.transforms import divided_attention_ranks
 from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.transforms.ring_attention import Sight, ring_attention
 from windlass.transforms.zigzag import Zigzag
 
-RANKS = Path(__file__).with_name("divided_attention_ranks.py")
-
 
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_ranks_attend_as_one_process_does(ranks: int) -> None:
-    launch(ranks, RANKS)
+    on_ranks(ranks, divided_attention_ranks.main)
 
 
 def test_a_ring_of_one_attends_the_whole_row() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.transforms import heads_ranks
 
 pytest.importorskip("transformers")
 
 
 @pytest.mark.dist
 def test_ranks_have_some_heads() -> None:
-    launch(2, Path(__file__).with_name("heads_ranks.py"), "opt", "gptj", "bloom", "t5", "mt5", "umt5")
+    on_ranks(2, heads_ranks.main, ["opt", "gptj", "bloom", "t5", "mt5", "umt5"])
