@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.launch import started_by
-from tests.large_pages import use_large_pages
+from tests.large_pages import keep_large_pages
 
 from windlass.core.tracebacks import report_uncaught
 
@@ -87,7 +87,7 @@ def warm_up() -> None:
         finalizer.atexit = False
     gc.enable()
     gc.freeze()
-    use_large_pages()
+    keep_large_pages()
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
