@@ -19,8 +19,6 @@ from windlass.core.errors import CheckpointError
 from windlass.trainer import run_checkpoints
 
 RANK = int(os.environ.get("RANK", "0"))
-run_checkpoints.FIRST_PAUSE = 0.0
-run_checkpoints.time.sleep = lambda seconds: None  # between attempts at a last save
 
 
 def run(folder: Path, refused: Callable[[int], bool], number: int, **how: Any) -> dict[str, Any]:
@@ -66,6 +64,8 @@ def gathered(folder: Path) -> list[int]:
 
 
 def main(root: Path) -> list[Any]:
+    run_checkpoints.FIRST_PAUSE = 0.0
+    run_checkpoints.time.sleep = lambda seconds: None  # between attempts at a last save
     told = [
         run(
             root / "passing",
