@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.accelerator import worker_ranks
-from tests.accelerator.asking_dataset import facts_of
+from tests.accelerator.asking_dataset import Asking, Waiting, facts_of
 from tests.data.cases import Numbers, Stream
 from tests.dist.launch import on_ranks
 from torch import nn
@@ -21,6 +20,7 @@ from windlass import Accelerator
 from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.data_loader import DataLoaderDispatcher, SkipDataLoader
 from windlass.optim.public import get_linear_schedule_with_warmup
+from windlass.state import AcceleratorState, PartialState
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda item: pickle.loads(pickle.dumps(item))}
 copied_in_each_way = pytest.mark.parametrize("copied", WAYS.values(), ids=WAYS)
@@ -130,7 +130,7 @@ def test_copies_of_loaders_on_two_ranks() -> None:
 
 @pytest.mark.dist
 def test_spawned_workers_of_two_ranks_know_their_rank() -> None:
-    on_ranks(2, worker_ranks.main)
+    on_ranks(2, ask_spawned_workers)
 
 
 @copied_in_each_way
@@ -171,3 +171,19 @@ def main() -> None:
         [2 * rank, 2 * rank + 1],
         [4 + 2 * rank, 5 + 2 * rank],
     ]
+
+
+def spawned(dataset: Any) -> Any:
+    return next(iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")))
+
+
+def ask_spawned_workers() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    states = [accelerator, accelerator.state, PartialState(), AcceleratorState()]
+    expected = facts_of(accelerator)
+    assert (expected["num_processes"], expected["mixed_precision"]) == ("2", "bf16")
+    for held in (states, states[2:3], states[3:]):
+        found = spawned(Asking(held, (PartialState, AcceleratorState) if held is states else (PartialState,)))
+        assert all(facts.items() <= expected.items() for facts in [*found["held"], *found["new"]]), found
+    error = spawned(Waiting(accelerator))
+    assert error.startswith("DataError: a data worker of rank"), error

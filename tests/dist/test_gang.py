@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 
 import pytest
 import torch
-from tests.dist import rejoining_ranks
 from tests.dist.launch import on_ranks
 from torch import nn
 
@@ -75,13 +75,13 @@ def test_processes_exchange_and_replicate(world: int) -> None:
 
 @pytest.mark.dist
 def test_processes_meet_again_while_one_still_leaves() -> None:
-    on_ranks(2, rejoining_ranks.main, timeout=60)
+    on_ranks(2, meet_again, timeout=60)
 
 
 @pytest.mark.dist
 def test_they_meet_again_in_the_store_of_a_launcher() -> None:
     store, _ = open_store(LOOPBACK)
-    on_ranks(2, rejoining_ranks.main, store.port, timeout=60)
+    on_ranks(2, meet_again, store.port, timeout=60)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -208,3 +208,18 @@ def main() -> None:
     gang.barrier()
     leave()
     leave()
+
+
+MEETINGS, LATE_SECONDS = 4, 0.5
+
+
+def meet_again(port: int | None = None) -> None:
+    if port is not None:  # of a launcher's store
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    world = world_from_environment()
+    for meeting in range(MEETINGS):
+        gang = join(world, torch.device("cpu"), 20)
+        assert gang.gather_objects((meeting, world.rank)) == [(meeting, 0), (meeting, 1)]
+        if world.rank == meeting % 2:
+            time.sleep(LATE_SECONDS)
+        leave()
