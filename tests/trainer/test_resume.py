@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.dist.launch import on_ranks
-from tests.trainer import resume_ranks, uneven_ranks
+from tests.trainer import resume_ranks
 from tests.trainer.resume_cases import (
     KILLED,
     Case,
@@ -35,7 +36,7 @@ from tests.trainer.resume_cases import (
     run,
     same_run,
 )
-from tests.trainer.test_losses import Model, trainer_for
+from tests.trainer.test_losses import Model, samples, trainer_for
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -232,7 +233,7 @@ def test_ranks_that_keep_buffers_of_their_own(folder: Path) -> None:
 @pytest.mark.dist
 def test_ranks_whose_own_loaders_differ_in_length(folder: Path) -> None:
     """The longest decides; a rank that has run out takes part with nothing, also in a resumed run."""
-    first, second = on_ranks(2, uneven_ranks.main, folder)
+    first, second = on_ranks(2, uneven_runs, folder)
     for rank in (first, second):
         assert rank["whole"]["steps"] == [6, 6]
         assert rank["whole"]["epochs"] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
@@ -413,3 +414,53 @@ def weights(folder: Path, resume: str | None = None) -> Any:
 def main(folder: Path) -> list[Any]:
     whole = weights(folder / "whole")
     return [whole, weights(folder / "resumed", str(folder / "whole" / "checkpoint-2"))]
+
+
+RANK = int(os.environ.get("RANK", "0"))
+SAMPLES = (11, 5)
+
+
+class UnevenLoader(Trainer):
+    """The second rank runs out in the second of three updates."""
+
+    seen: list[int]
+
+    def get_train_dataloader(self) -> Any:
+        rows = [{**row, "index": index} for index, row in enumerate(samples(SAMPLES[RANK]))]
+        return DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        index = inputs.pop("index")
+        self.seen = [*getattr(self, "seen", []), *index.tolist()]
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+def uneven_outcome(folder: Path, resume: str | None = None) -> dict[str, Any]:
+    trainer = trainer_for(
+        folder,
+        UnevenLoader,
+        max_steps=-1,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        ddp_timeout=30,
+        save_strategy="steps",
+        save_steps=1,
+        remove_unused_columns=False,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    weights = [p.detach().flatten().tolist() for p in trainer.model.parameters()]
+    logs = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    epochs = [row["epoch"] for row in trainer.state.log_history if "loss" in row]
+    steps = trainer.state.global_step, trainer.state.max_steps
+    return {"weights": weights, "logs": logs, "epochs": epochs, "steps": steps, "seen": len(trainer.seen)}
+
+
+def uneven_runs(folder: Path) -> dict[str, Any]:
+    whole = uneven_outcome(folder / "whole")
+    resumed = [
+        uneven_outcome(folder / f"resumed-{step}", str(folder / "whole" / f"checkpoint-{step}"))
+        for step in range(1, 6)
+    ]
+    return {"whole": whole, "resumed": resumed}
