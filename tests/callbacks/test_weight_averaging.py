@@ -74,7 +74,7 @@ def test_the_uniform_average_is_the_mean_of_what_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", [1, 2, 4])
 def test_weights_that_are_unfrozen_meanwhile_are_averaged_too(tmp_path: Path, start: int) -> None:
-    """Those of the updates that count while they were frozen included."""
+    """Weights of updates in which they were frozen count as well."""
     seen, options = Seen(), {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"}
     trainer = Trainer(
         TwoLayers(), arguments(tmp_path, max_steps=6, **options), train_dataset=samples(),

@@ -72,7 +72,7 @@ class SWACallback(TrainerCallback):
     def on_step_begin(
         self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
     ) -> None:
-        """Take in weights that a callback has unfrozen: they were the same in all updates that count so far."""
+        # What a callback has unfrozen had the same weights in all updates that count so far.
         unfrozen = {name: p for name, p in _trained_of(model).items() if name not in self._trained}
         self._trained |= unfrozen
         if self._average:
