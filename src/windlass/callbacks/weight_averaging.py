@@ -69,11 +69,10 @@ class SWACallback(TrainerCallback):
             self._restore(self._saved)
             self._saved = None
 
-    def on_step_begin(
-        self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         # What a callback has unfrozen had the same weights in all updates that count so far.
-        unfrozen = {name: p for name, p in _trained_of(model).items() if name not in self._trained}
+        now = _trained_of(kwargs["model"])
+        unfrozen = {name: p for name, p in now.items() if name not in self._trained}
         self._trained |= unfrozen
         if self._average:
             self._average |= {name: _wide(p) for name, p in unfrozen.items()}
