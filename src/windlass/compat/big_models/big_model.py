@@ -166,7 +166,9 @@ def _offload_all(
     if execution_device is None:
         execution_device = next((param.device for param in model.parameters()), None)
         if execution_device == META:
-            fix = "the model is on the meta device, where nothing is computed: name the device on which it runs"
+            fix = (
+                "the model is on the meta device, where nothing is computed: name the device on which it runs"
+            )
             raise ConfigError(Problem("execution_device", None, fix))
     ties = shared_weights(find_tied_parameters(model))
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
