@@ -66,6 +66,10 @@ def test_a_recipe_and_its_launcher_meet(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "TrainingArguments.bf16" in said
     assert "contradicts --mixed_precision='fp16'" in said
+    # What is set is set by someone, and not a default of the arguments.
+    found = as_json(capsys, "--recipe", str(recipe))
+    assert {one["name"] for one in found["settings"]} >= {"precision", "model.config"}
+    assert not {one["name"] for one in found["settings"]} & {"accumulation", "ddp.timeout"}
 
 
 def test_an_unknown_setting_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,14 @@ def test_samples_follow_the_seed(run: Path, capsys: Shown) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--temperature", "-1"), ("--top-p", "2"), ("--top-k", "0"), ("--max-new-tokens", "0")]
+    "words",
+    [
+        ("--temperature", "-1"),
+        ("--top-p", "2"),
+        ("--top-k", "0"),
+        ("--max-new-tokens", "0"),
+        ("--seed", "18446744073709551616"),
+    ],
 )
 def test_options_out_of_range_are_refused(words: tuple[str, str], run: Path, capsys: Shown) -> None:
     assert main(["generate", str(run), "the cat", *words]) == 2

@@ -278,14 +278,20 @@ def explain(key: Key, settings: Settings) -> Explanation:
 
 def _set_keys(settings: Settings, given: GivenRecipe | None) -> Iterator[tuple[str, Any, str]]:
     """Yield what is set: name, value, where."""
+    unset: set[str] = set()
     if given is not None:
+        # Of these `from_arguments` reads the value also if nobody set it.
+        unset = {
+            f"TrainingArguments.{name}" for name, _, is_default in describe(given.training) if is_default
+        }
         for argument in all_arguments(given.recipe.task):
             value, origin = given.value(argument), given.draft.origin(*argument.keys)
             if origin is not None and not is_dataclass(value):
                 yield argument.dotted, value, origin
     for name in sorted(settings):
         setting = settings[name]
-        yield name, setting.value, f"{setting.origin}{_note(setting)}"
+        if setting.origin not in unset:
+            yield name, setting.value, f"{setting.origin}{_note(setting)}"
 
 
 def _facts(settings: Settings, given: GivenRecipe | None) -> dict[str, Any]:

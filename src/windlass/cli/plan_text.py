@@ -37,7 +37,7 @@ def memory_lines(forecast: Forecast) -> Iterator[str]:
     yield f"{'memory of a rank':<26}{'at the peak':>14}{'at most':>14}"
     for kind, (now, most) in forecast.kinds().items():
         yield f"  {kind:<24}{in_words(now):>14}{in_words(most):>14}"
-    yield f"  {'together':<24}{in_words(forecast.peak):>14}{_of_device(forecast):>14}"
+    yield f"  {'together':<24}{in_words(forecast.peak):>14}{_of_device(forecast):>14}".rstrip()
 
 
 def _update(forecast: Forecast) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from windlass.cli.command_line import DTYPES
-from windlass.config.sections.setting import Range, at_least
+from windlass.config.sections.setting import SEED, Range, at_least
 from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.optional import require
 from windlass.core.output import STDOUT, escaped, say
@@ -111,6 +111,7 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
         ("temperature", at_least(0)),
         ("top_p", share),
         ("top_k", at_least(1)),
+        ("seed", SEED),
     )
     given = ((f"--{name.replace('_', '-')}", getattr(options, name), rule) for name, rule in rules)
     refuse(
@@ -142,7 +143,7 @@ def _printer(tokenizer: Any, *, skip_prompt: bool) -> Any:
 
 
 # Of both texts, so that only the training differs.
-SEED = 0
+SAMPLE_SEED = 0
 
 
 def continue_prompt(parts: RecipeParts, trainer: Any) -> str | None:
@@ -168,7 +169,7 @@ def continue_prompt(parts: RecipeParts, trainer: Any) -> str | None:
     model.eval()
     # In mixed precision as it is trained: a base of few bits has layers of two dtypes.
     with preserved_rng(device), torch.no_grad(), trainer.compute_loss_context_manager():
-        torch.manual_seed(SEED)
+        torch.manual_seed(SAMPLE_SEED)
         ids = generate(
             model, prompt.to(device), max_new_tokens=most, pad_token_id=tokenizer.pad_token_id, **choice
         )[0]
