@@ -35,7 +35,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tests.large_pages import use_large_pages
+from tests.large_pages import keep_large_pages
 
 from windlass.core import logs
 from windlass.core.threads import keep_inherited_garbage
@@ -149,7 +149,7 @@ def _late_imports() -> Iterator[None]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     _set_aside()
     if len(session.items) > 1000:  # for a few tests it costs more than it saves
-        use_large_pages()
+        keep_large_pages()
 
 
 def _environment() -> dict[str, str]:

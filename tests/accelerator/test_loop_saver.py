@@ -127,6 +127,36 @@ def test_a_name_that_another_save_would_remove_is_refused(tmp_path: Path, prefix
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
+@pytest.mark.parametrize("name", [".", ".."])
+def test_the_working_directory_is_not_moved_aside_for_a_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "script.py").write_text("mine")
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(ConfigError, match="the working directory lies in it"):
+        Loop().accelerator.save_state(name)
+    assert (tmp_path / "work" / "script.py").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+
+
+@pytest.mark.parametrize("name", [".", "../state/extra/.."])
+def test_a_checkpoint_is_saved_and_loaded_by_any_path_to_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Loop()
+    saved.accelerator.save_state(tmp_path / "state")
+    (tmp_path / "state" / "extra").mkdir()
+    saved.run(2)
+    saved.accelerator.save_state(tmp_path / "state" / "extra" / "..")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    (tmp_path / "state" / "extra").mkdir()
+    monkeypatch.chdir(tmp_path / "state")
+    fresh = Loop()
+    fresh.accelerator.load_state(name)
+    assert same(weights(fresh), weights(saved))
+
+
 def test_nothing_is_pickled(tmp_path: Path) -> None:
     loop = Loop()
     loop.run(1)

@@ -82,6 +82,22 @@ def test_an_export_that_is_cut_off_leaves_a_whole_result_for_the_next(tmp_path: 
     assert number > 8
 
 
+@pytest.mark.parametrize("force", [True, False])
+def test_the_working_directory_is_not_replaced(
+    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell that runs in it would be in a folder that no longer exists."""
+    here = source(tmp_path, 1)
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    for target in (Path(), Path(".."), tmp_path / "out", Path("/")):
+        with pytest.raises(CheckpointError, match="name a new folder"):
+            export_folder(here, target, ExportOptions(force=force))
+    assert not any((tmp_path / "out").iterdir())
+    export_folder(here, Path("new"), ExportOptions())
+    assert value_of(Path("new/model.safetensors")) == 1
+
+
 def test_folders_beside_the_weights_are_not_companions(tmp_path: Path) -> None:
     export_folder(source(tmp_path, 1), tmp_path / "out", ExportOptions())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}

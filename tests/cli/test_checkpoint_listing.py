@@ -50,3 +50,17 @@ def test_the_runs_below_a_folder_are_listed(
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert main(["checkpoint", "verify", root, "--json"]) == 0
     assert [row["problem"] for row in json.loads(capsys.readouterr().out)] == [None] * 3
+
+
+@pytest.mark.parametrize("word", [".", "inner/.."])
+def test_the_working_directory_may_be_a_checkpoint(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "checkpoint-2"
+    Store(tmp_path).write(2, {}, lambda draft: draft.write_file("inner/x", b"1"))
+    monkeypatch.chdir(path)
+    assert main(["checkpoint", "ls", word]) == 0
+    assert main(["checkpoint", "verify", word]) == 0
+    assert f"{path}: whole, 1 files" in capsys.readouterr().out
+    assert main(["checkpoint", "prune", word, "--keep-last=1"]) == 2
+    assert f"name its folder, {tmp_path}\n" in capsys.readouterr().err

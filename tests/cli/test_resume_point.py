@@ -38,6 +38,17 @@ def test_the_checkpoint_is_known_with_its_step(
     )
 
 
+@pytest.mark.parametrize("word", [".", "inner/.."])
+def test_the_working_directory_may_be_the_checkpoint(
+    word: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder / "checkpoint-2")
+    Path("inner").mkdir()
+    point = find_resume_point(word, TrainingArguments(folder))
+    assert point is not None
+    assert (point.path, point.step) == (folder / "checkpoint-2", 2)
+
+
 def test_a_damaged_one_is_passed_over(folder: Path) -> None:
     (folder / "checkpoint-4" / "tokenizer.json").write_bytes(b"[]")
     point = find_resume_point(True, TrainingArguments(str(folder)))

@@ -84,6 +84,14 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]
     "a number for paddings": (lambda m, o: o.update(param_alignment_paddings=7), "groups"),
     "negative sizes": (lambda m, o: m["param_shapes"][0].update(a=(-1, 2)), "shape"),
     "sizes beyond the elements": (lambda m, o: m["param_shapes"][0].update(a=(1 << 50, 2)), "hold all elements"),
+    "paddings that are not recorded": (
+        lambda m, o: (o.pop("param_alignment_paddings"), o.update(single_partition_of_fp32_groups=[torch.ones(10)])),
+        "do not fill",
+    ),
+    "elements of no parameter at stage 3": (
+        lambda m, o: (o.pop("single_partition_of_fp32_groups"), o.update(fp32_flat_groups=[torch.ones(8)])),
+        "do not fill",
+    ),
     "names without a hash": (lambda m, o: m.update(shared_params={"c": ["a"]}), "shared_params"),
     "no map of the model": (lambda m, o: m.update(module=[1]), "module is not a map"),
     "no list of shapes": (lambda m, o: m.update(param_shapes=3), "param_shapes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_a_fork_reads_while_another_thread_of_its_parent_was_reading(
     assert read(path) == [1, 2]  # the process runs
     ask, asks, go_on = _ReadingProcess.ask, threading.Event(), threading.Event()
 
-    def waiting(self: _ReadingProcess, file: object, kind: bytes) -> bytes:
+    def waiting(self: _ReadingProcess, file: object, kind: bytes) -> tuple[bytes, bytes]:
         asks.set()
         go_on.wait(60)
         return ask(self, file, kind)  # type: ignore[arg-type]
@@ -54,3 +55,29 @@ def test_a_fork_reads_while_another_thread_of_its_parent_was_reading(
         go_on.set()
         reading.join()
     assert read(path) == [1, 2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_that_keeps_the_pipe_of_an_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, send, children = tmp_path / "x.pt", socket.send_fds, list[int]()
+    torch.save([1, 2], path)
+
+    def forking(*arguments: object) -> int:
+        """As another thread may do, which starts workers: the child has what is open now."""
+        children.append(os.fork())
+        if not children[-1]:
+            signal.pause()
+        return send(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "send_fds", forking)
+    found: list[list[int]] = []
+    reading = threading.Thread(target=lambda: found.append(read(path)), daemon=True)
+    reading.start()
+    reading.join(60)
+    while_it_lived = list(found)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert while_it_lived == [[1, 2]]

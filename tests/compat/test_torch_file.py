@@ -63,6 +63,7 @@ def various_tensors() -> Any:
     return {
         "whole": base, "transposed": base.t(), "row": base[2], "strided": base[1:, ::2], "again": base,
         "empty": torch.empty(0, 3), "scalar": torch.tensor(7), "parameter": torch.nn.Parameter(torch.ones(3)),
+        "expanded": torch.arange(3)[:, None].expand(3, 4), "of one element": torch.tensor(2.0).expand(2, 3),
         **{str(dtype): torch.arange(3).to(dtype) for dtype in dtypes}, "complex": torch.randn(3, dtype=torch.complex64),
     }  # fmt: skip
 
@@ -151,7 +152,8 @@ DESCRIPTIONS: list[tuple[Any, str]] = [
     ({"tensor": [0, 40, 0, "float32", 0, [11], [1]]}, "does not lie inside its storage"),
     ({"tensor": [0, 40, 0, "float32", -1, [10], [1]]}, "shape of a tensor is malformed"),
     ({"tensor": [0, 40, 0, "float32", 0, [10], [-1]]}, "shape of a tensor is malformed"),
-    ({"tensor": [0, 40, 0, "float32", 0, [1 << 40], [0]]}, "does not lie inside its storage"),
+    ({"tensor": [0, 40, 0, "float32", 0, [1 << 40], [0]]}, "twice the bytes"),
+    ({"tensor": [0, 40, 0, "float32", 9, [2], [1]]}, "does not lie inside its storage"),
     ({"tensor": [0, 40, 0, "float32", 0, ["1"], [1]]}, "shape of a tensor is malformed"),
     ({"tensor": [80, 40, 0, "float32", 0, [10], [1]]}, "claim more bytes"),
     ({"tensor": [-8, 40, 0, "float32", 0, [10], [1]]}, "claim more bytes"),
@@ -166,6 +168,7 @@ DESCRIPTIONS: list[tuple[Any, str]] = [
     ({"map": [[], 1]}, "malformed"),
     ({"map": [{"map": []}, 1]}, "malformed"),
     ({"bytes": "g"}, "malformed"),
+    ({"device": "nowhere"}, "malformed"),
     ({"error": 1, "a": 2}, "malformed"),
 ]
 
@@ -210,7 +213,7 @@ def test_tensors_lie_inside_their_storages(shape: Any, stride: Any, tmp_path: Pa
     content = members({"a": torch.zeros(10)})
     name = named(content, "data.pkl")
     content[name] = with_shape(content[name], shape, stride)
-    refused(packed(tmp_path / "x.pt", content), "shape|lie inside|damaged")
+    refused(packed(tmp_path / "x.pt", content), "shape|lie inside|damaged|twice the bytes")
 
 
 def with_shape(data: bytes, shape: Any, stride: Any) -> bytes:

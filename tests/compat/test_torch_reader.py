@@ -173,24 +173,59 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "a text that claims gigabytes": (b"\x80\x02X" + struct.pack("<I", 0xFFFFFFF0) + b"x.", "damaged"),
     "text that is none": (b"\x80\x02X\x01\x00\x00\x00\xff.", "damaged"),
     "a tensor of terabytes": (b"\x80\x02ctorch\nTensor\nJ\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86R.", "damaged"),
-    "a sparse tensor": (b"", "sparse"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_anything_else_is_refused_by_name(name: str, tmp_path: Path) -> None:
     data, message = ATTACKS[name]
-    path = tmp_path / "file.pt"
-    if name == "a sparse tensor":
-        torch.save(torch.eye(3).to_sparse(), path)
-    else:
-        write(path, data)
+    path = write(tmp_path / "file.pt", data)
     with (
         pytest.raises(CheckpointError, match=rf"(?s)^.*file\.pt cannot be read: .*{message}"),
         open_torch_file(path, Files()) as file,
     ):
         assert file.tree is None
     assert WITNESS not in os.environ
+
+
+OTHER_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "conjugated": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, that quantized and nested tensors will change
+@pytest.mark.parametrize("kind", OTHER_TENSORS)
+@pytest.mark.parametrize("objects", [False, True])
+def test_other_kinds_of_tensors_are_refused_by_name(kind: str, objects: bool, tmp_path: Path) -> None:
+    torch.save({"a": OTHER_TENSORS[kind]()}, tmp_path / "file.pt")
+    with (
+        pytest.raises(CheckpointError, match=rf"file\.pt cannot be read: a tensor in it is .*{kind}"),
+        open_torch_file(tmp_path / "file.pt", Files(), objects=objects),
+    ):
+        pass
+
+
+def test_a_file_without_checksums_is_refused_with_the_option_it_was_saved_with(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save([1], tmp_path / "file.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with (
+        pytest.raises(CheckpointError, match=r"damaged, or was saved after .*set_crc32_options\(False\)"),
+        open_torch_file(tmp_path / "file.pt", Files()),
+    ):
+        pass
+
+
+def test_devices_and_dtypes_come_back(tmp_path: Path) -> None:
+    kept = {"device": torch.device("cuda", 1), "host": torch.device("cpu"), "dtype": torch.bfloat16}
+    torch.save(kept, tmp_path / "file.pt")
+    with open_torch_file(tmp_path / "file.pt", Files()) as file:
+        assert file.tree == kept
 
 
 # --- what would take too much memory or time

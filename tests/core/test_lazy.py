@@ -34,3 +34,22 @@ def test_a_module_of_names_costs_no_torch_before_one_is_used() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_is_imported_without_collections_by_any_module() -> None:
+    code = (
+        "import gc, importlib.util, sys\n"
+        "from windlass.core.lazy import import_torch_uncollected\n"
+        "import_torch_uncollected()\n"
+        "assert importlib.util.find_spec('torch') is not None, 'asked for before it is imported'\n"
+        "seen = []\n"
+        "gc.callbacks.append(lambda phase, info: seen.append(info))\n"
+        "import torch\n"
+        "print(len(seen), gc.isenabled(), gc.get_freeze_count() > 100_000, torch.ones(1).item())\n"
+        "import_torch_uncollected()\n"
+        "print(sum(type(finder).__module__ == 'windlass.core.lazy' for finder in sys.meta_path))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found, enabled, frozen, one, finders = said.split()
+    assert int(found) < 5, "a few before and after it"
+    assert (enabled, frozen, one, finders) == ("True", "True", "1.0", "1")

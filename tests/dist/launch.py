@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -37,6 +38,25 @@ def launch(
     codes, text = _run(world, script, arguments, cwd, timeout, environ or {})
     assert (not any(codes)) == (expect == 0), f"exit codes {codes}\n{text[-6000:]}"
     return text
+
+
+def on_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 200,
+    environ: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call a function of a module of tests on `world` ranks, forked as those of `launch`; return what it returned on
+    each, in rank order, as JSON has it. A world of 0 is one process without the variables of a launcher.
+    """
+    with tempfile.TemporaryDirectory(prefix="windlass-called-") as folder:
+        (call := Path(folder, "call")).write_bytes(pickle.dumps((function, arguments)))
+        codes, text = _run(
+            world, "tests.dist.rank_server", (), ROOT, timeout, environ or {}, {"call": str(call)}
+        )
+        assert not any(codes), f"exit codes {codes}\n{text[-6000:]}"
+        return [json.loads(Path(f"{call}.{rank}").read_text()) for rank in range(len(codes))]
 
 
 def launch_as(*words: object, timeout: float = 200, cwd: Path = ROOT) -> str:
@@ -178,13 +198,14 @@ def _run(
     cwd: Path,
     timeout: float,
     environ: Mapping[str, str],
+    more: Mapping[str, str] | None = None,
 ) -> tuple[list[int], str]:
     """Exit code of each rank, negative for a signal, and everything printed."""
     with tempfile.TemporaryDirectory(prefix="windlass-ranks-") as folder:
         said = Path(folder) / "said.txt"
         said.touch()
         request = _request(script, arguments, said, cwd, environ)
-        answer = _server().ask({**request, "world": world, "timeout": timeout})
+        answer = _server().ask({**request, **(more or {}), "world": world, "timeout": timeout})
         text = said.read_text("utf-8", "replace")
     assert not answer["late"], f"not done after {timeout} s\n{text[-6000:]}"
     return answer["codes"], text

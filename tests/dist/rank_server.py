@@ -7,7 +7,8 @@ than most tests do. It reads one request a line from standard input and answers 
      "environ": {...}, "cwd": "...", "timeout": 200}
     {"codes": [0, 0], "late": false}
 
-A world of 0 is one process without the variables of a launcher. The script is a file, or the name of a module. With
+A world of 0 is one process without the variables of a launcher. The script is a file, or the name of a module; with
+"call" it is not run: the function that this file has with its arguments is called, and its result put beside it. With
 "told", a file to read from, in place of world and timeout, the answer is `{"pid": 7}`, at once; to `{"wait": 7}` it is
 `{"code": 0}`.
 """
@@ -20,6 +21,7 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import pkgutil
 import runpy
 import select
@@ -33,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.launch import started_by
-from tests.large_pages import use_large_pages
+from tests.large_pages import keep_large_pages
 
 from windlass.core.tracebacks import report_uncaught
 
@@ -85,7 +87,7 @@ def warm_up() -> None:
         finalizer.atexit = False
     gc.enable()
     gc.freeze()
-    use_large_pages()
+    keep_large_pages()
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def _fork(rank: int, request: dict[str, Any], meeting: dict[str, str]) -> int:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
             os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
             os.environ.update({**meeting, **own})
-        code = _run(request["script"], request["is_module"], request["arguments"])
+        code = _run(rank, request)
     finally:
         os._exit(code)
 
@@ -147,13 +149,16 @@ def _redirect(told: str, said: str) -> None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _run(script: str, is_module: bool, arguments: list[str]) -> int:
-    """Run the script as the main program, its end included; return the exit code."""
-    code = 0
-    sys.argv = [script, *arguments]
+def _run(rank: int, request: dict[str, Any]) -> int:
+    """Run the script as the main program, or the call, its end included; return the exit code."""
+    code, script, is_module = 0, request["script"], request["is_module"]
+    sys.argv = [script, *request["arguments"]]
     sys.path[0] = os.getcwd() if is_module else str(Path(script).parent)
     try:
-        if is_module:
+        if "call" in request:
+            function, arguments = pickle.loads(Path(request["call"]).read_bytes())
+            Path(f"{request['call']}.{rank}").write_text(json.dumps(function(*arguments)))
+        elif is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from torch.distributed.tensor import distribute_tensor
 
 from windlass.core.errors import ConfigError
@@ -21,7 +20,7 @@ from windlass.dist.gang import Gang, join, leave
 
 @pytest.mark.dist
 def test_views_of_a_mesh_are_gangs_of_their_own() -> None:
-    launch(4, Path(__file__))
+    on_ranks(4, main)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -103,7 +102,3 @@ def main() -> None:
     refusals()
     gang.barrier()
     leave()
-
-
-if __name__ == "__main__":
-    main()

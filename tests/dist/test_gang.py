@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import launch, on_ranks
 from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
@@ -72,7 +72,7 @@ def test_several_processes_on_a_device_for_one_are_refused_before_they_meet(kind
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_exchange_and_replicate(world: int) -> None:
-    launch(world, Path(__file__))
+    on_ranks(world, main)
 
 
 @pytest.mark.dist
@@ -210,7 +210,3 @@ def main() -> None:
     gang.barrier()
     leave()
     leave()
-
-
-if __name__ == "__main__":
-    main()

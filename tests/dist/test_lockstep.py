@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 
 from windlass.core.errors import PeerError
 from windlass.core.world import world_from_environment
@@ -23,8 +22,7 @@ from windlass.dist.lockstep import (
 
 @pytest.mark.dist
 def test_three_ranks_go_in_step() -> None:
-    said = launch(3, Path(__file__))
-    assert said.count("went in step") == 3
+    on_ranks(3, main)
 
 
 def test_a_world_of_one_goes_at_its_own_pace() -> None:
@@ -92,9 +90,4 @@ def main() -> None:
     for check in (rounds_begun_ahead, a_rank_that_left_answers):
         check(gang)
     gang.barrier()
-    print(f"rank {gang.rank} went in step")
     leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 
 from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
@@ -22,12 +21,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.dist
 def test_a_mesh_of_views_has_their_groups() -> None:
-    launch(4, Path(__file__), "shared")
+    on_ranks(4, shared)
 
 
 @pytest.mark.dist
 def test_each_stage_has_groups_of_its_machines() -> None:
-    launch(8, Path(__file__), "machines")
+    on_ranks(8, machines)
 
 
 @pytest.mark.dist
@@ -35,7 +34,7 @@ def test_a_group_that_a_rank_does_not_open_is_not_waited_for_longer_than_the_run
     tmp_path: Path,
 ) -> None:
     """Within the limit of this test: by default PyTorch waits for 30 minutes."""
-    launch(4, Path(__file__), "absent", tmp_path, timeout=120)
+    on_ranks(4, absent, tmp_path, timeout=120)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -50,6 +49,7 @@ def shared() -> None:
     assert tensor_device_mesh(gang.mesh, CPU)["tensor"].get_group() is tensor.get_group()
     assert gang.group_of([range(4)]) is dist.group.WORLD is gang.device_group
     gang.barrier()  # a rank that ended now would break the connections that others are opening
+    leave()
 
 
 def machines() -> None:
@@ -60,19 +60,16 @@ def machines() -> None:
     total = torch.tensor(float(rank))
     dist.all_reduce(total, group=stage.machine_group())
     assert total == rank // 2 * 4 + 1
+    leave()
 
 
-def absent() -> None:
-    gang, folder = join(world_from_environment(), CPU, 5), Path(sys.argv[2])
+def absent(folder: Path) -> None:
+    gang = join(world_from_environment(), CPU, 5)
     if gang.rank == 3:
         while len(list(folder.iterdir())) < 3:
             time.sleep(0.1)
-        return
-    with pytest.raises(RuntimeError, match=r"(?i)time"):
-        loss_device_mesh(Mesh(replicate=4).with_replicas(2), CPU)
-    (folder / str(gang.rank)).touch()
-
-
-if __name__ == "__main__":
-    {"shared": shared, "machines": machines, "absent": absent}[sys.argv[1]]()
+    else:
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            loss_device_mesh(Mesh(replicate=4).with_replicas(2), CPU)
+        (folder / str(gang.rank)).touch()
     leave()

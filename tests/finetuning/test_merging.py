@@ -56,6 +56,12 @@ def test_a_merged_model_computes_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     assert main([*words, "--force"]) == 2
     with pytest.raises(CheckpointError, match="there already"):
         merge_adapter(tmp_path / "run", tmp_path / "merged")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="name a new folder"):
+        merge_adapter(Path("../run"), Path())
+    merge_adapter(Path("../run"), Path("merged"))
+    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["merged"]
 
 
 def test_few_bits_are_merged_in_the_precision_of_the_base(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch
+from tests.dist.launch import launch, on_ranks
 from tests.trainer.adapter_cases import adapted, base, stretch
 
 from windlass import TrainerCallback
@@ -140,7 +139,7 @@ def test_a_checksum_sees_values_places_and_no_layout() -> None:
 
 @pytest.mark.dist
 def test_two_ranks_replicated_and_sharded(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
+    on_ranks(2, main, tmp_path)
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copytree(tmp_path / "sharded" / "clean" / "checkpoint-6", alone / "checkpoint-6")
@@ -198,12 +197,7 @@ def goes_on_under_the_other(folder: Path, strategy: dict[str, Any], other: dict[
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-9)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     for name, strategy, other in (("replicated", {}, SHARDED), ("sharded", SHARDED, {})):
         goes_on_with_the_same_bits(folder / name, **strategy)
         goes_on_under_the_other(folder / name, strategy, other)
-
-
-if __name__ == "__main__":
-    main()

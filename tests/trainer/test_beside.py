@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer import preference_trainer
 from tests.trainer.preference_trainer import PreferenceTrainer, accuracy
 from tests.trainer.small import Net, arguments, rows
@@ -127,14 +125,10 @@ def trained_beside(folder: Path, **way: Any) -> dict[str, Any]:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-SCRIPT = Path(__file__)
-
-
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("beside")
-    launch(2, SCRIPT, folder)
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks(2, main, folder)
     assert first == second, "ranks disagree"
     return first  # type: ignore[no-any-return]
 
@@ -179,13 +173,11 @@ def test_the_script_is_short_and_uses_public_names() -> None:
     assert not {name for name in names if name.startswith("_") and name != "__init__"}
 
 
-if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    said = {
-        f"{case.__name__} {name}": case(place / name / case.__name__, **way)
+def main(folder: Path) -> dict[str, Any]:
+    found = {
+        f"{case.__name__} {name}": case(folder / name / case.__name__, **way)
         for name, way in WAYS.items()
         for case in (preferences, trained_beside)
     }
-    (place / f"rank{RANK}.json").write_text(json.dumps(said))
-    if WORLD > 1:
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
+    return found

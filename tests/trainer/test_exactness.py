@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.exactness_cases import (
     EPOCHS,
     KINDS,
@@ -26,7 +23,6 @@ from tests.trainer.exactness_cases import (
 
 from windlass import ModelError
 
-HERE = Path(__file__).parent
 TOLERANCE = 1e-12  # of float64 sums in another order
 
 
@@ -40,8 +36,7 @@ def outcomes(
     """What each rank of one world came to: kind -> split -> outcome."""
     folder = tmp_path_factory.mktemp("exact")
     world, strategy = request.param
-    launch(world, Path(__file__), folder, strategy)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+    return on_ranks(world, main, folder, world, strategy)
 
 
 @pytest.mark.dist
@@ -79,10 +74,9 @@ STRATEGIES = {
 REFUSED = ("sharded", "weighted terms with parts")
 
 
-def main() -> None:
+def main(folder: Path, world: int, strategy: str) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    place, world, strategy = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), sys.argv[2]
-    run = functools.partial(train, place=place / "run", epochs=EPOCHS[world], **STRATEGIES[strategy])
+    run = functools.partial(train, place=folder / "run", epochs=EPOCHS[world], **STRATEGIES[strategy])
     outcomes = {
         name: {
             f"{micro} x {accumulation}": run(kind, micro=micro, accumulation=accumulation)
@@ -98,9 +92,4 @@ def main() -> None:
     if strategy == REFUSED[0]:
         with pytest.raises(ModelError, match="needs separate gradients"):
             run(KINDS[REFUSED[1]], micro=2, accumulation=3)
-    rank = os.environ["RANK"]
-    (place / f"rank{rank}.json").write_text(json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    main()
+    return outcomes

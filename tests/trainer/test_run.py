@@ -15,7 +15,7 @@ from windlass import Trainer
 from windlass.callbacks.rows import repeatable
 
 _SCRIPT = """
-import sys
+import gc, sys, weakref
 from windlass import Trainer, TrainerCallback
 from tests.trainer.small import Net, arguments, rows
 from pathlib import Path
@@ -27,11 +27,15 @@ class Look(TrainerCallback):
 trainer = Trainer(Net(), arguments(Path(sys.argv[1]), max_steps=1), train_dataset=rows(8), callbacks=[Look()])
 
 assert "torch._dynamo" not in sys.modules
+gc.disable()
 trainer.train()
+reference = weakref.ref(trainer)
+del trainer
+assert reference() is None, "held by a frame of the import"
 """
 
 
-def test_the_compiler_is_imported_before_the_clock_starts(tmp_path: Path) -> None:
+def test_the_compiler_is_imported_before_the_clock_starts_and_holds_nothing(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     found = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(tmp_path)], capture_output=True, text=True, cwd=root

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.dist.launch import ROOT, launch
+from tests.dist.launch import ROOT, on_ranks
 from tests.trainer.resume_cases import KILLED, Case, bits, in_a_child, kill, run
 
 from windlass.checkpoint import nodes
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.dist
 def test_two_disks(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
+    on_ranks(2, main, tmp_path)
     # Put together, they are a checkpoint like any other: one process reads it too.
     changed = {"gradient_accumulation_steps": 1, "num_train_epochs": 1, "save_strategy": "no"}
     for name in ("joined", "joined_sharded"):
@@ -290,8 +290,8 @@ def remote(place: Place) -> None:
     assert place.together(other_number_of_disks) == 0
 
 
-def main() -> None:
-    place = Place(Path(sys.argv[1]))
+def main(folder: Path) -> None:
+    place = Place(folder)
     place.disk().mkdir()
     killed_and_resumed(place)
     torn_between_commits(place)
@@ -299,7 +299,3 @@ def main() -> None:
     other_machines(place)
     sharded(place)
     remote(place)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,13 +6,12 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import launch, on_ranks
 from tests.trainer.elastic_ranks import SAMPLES, stretch
 from tests.trainer.full_eval_ranks import WAYS, evaluated, reread
 from tests.trainer.small import Net, arguments, rows
@@ -30,14 +29,12 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("sharded")
-    launch(2, SCRIPT, made)
-    return made
+    return tmp_path_factory.mktemp("sharded")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def said(folder: Path) -> dict[str, Any]:
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks(2, main, folder)
     assert first == second, "ranks disagree"
     return first  # type: ignore[no-any-return]
 
@@ -262,17 +259,12 @@ def own_optimizer(folder: Path) -> list[list[float]]:
     return [whole(p).flatten().tolist() for p in model.parameters()]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    said = {
+def main(folder: Path) -> dict[str, Any]:
+    found = {
         "resumed": resumed_runs(folder),
         "after": after_training(folder),
         "own": own_optimizer(folder),
         "untargeted": untargeted_rank(folder),
     }
     one_rank_cannot_save(folder)
-    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from tests.dist.forked import in_a_world
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.elastic_ranks import StopAt
 from tests.trainer.small import arguments, rows
 from torch import Tensor, nn
@@ -132,8 +131,7 @@ def tell(folder: Path, trainer: Trainer) -> None:
         (folder / "outcome.json").write_text(json.dumps({"said": said, "weights": weights}))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     clean = folder / "clean"
     in_a_world(1, folder / "meeting", lambda: tell(clean, train(clean, {})))
     for size in (1, 2, 4):
@@ -147,7 +145,6 @@ def main() -> None:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-SCRIPT = Path(__file__)
 TOLERANCE = 1e-12
 
 pytestmark = pytest.mark.dist
@@ -157,7 +154,7 @@ pytestmark = pytest.mark.dist
 def folder() -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="windlass-") as name:
-        launch(1, SCRIPT, name, timeout=500)
+        on_ranks(1, main, Path(name), timeout=500)
         yield Path(name)
 
 
@@ -207,7 +204,3 @@ def test_every_world_goes_on_from_every_other(folder: Path, source: str, target:
     assert found["weights"].keys() == clean["weights"].keys()
     for name, values in clean["weights"].items():
         assert found["weights"][name] == pytest.approx(values, rel=0, abs=TOLERANCE), name
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import launch, on_ranks
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
@@ -24,8 +24,7 @@ def test_compression_and_unused_parameters() -> None:
 @pytest.mark.dist
 def test_a_wrapper_made_in_the_middle_of_a_run_sums_to_the_same_bits() -> None:
     """As that of a loop of the user's own, which is resumed and has no batch before its first."""
-    said = launch(3, Path(__file__))
-    assert said.count("resumed to the bit") == 3
+    on_ranks(3, main)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -81,9 +80,4 @@ def main() -> None:
         for cut in range(1, UPDATES):
             resumed = train(world.rank, plan, {cut})
             assert all(map(torch.equal, resumed, whole)), f"searches={searches}, resumed at update {cut}"
-    print("resumed to the bit", flush=True)
     leave()
-
-
-if __name__ == "__main__":
-    main()

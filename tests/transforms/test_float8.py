@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from torch import Tensor, nn
 
 from windlass import Accelerator, Trainer, TrainingArguments
 from windlass.compat.plugins import AORecipeKwargs
 from windlass.config.plan import Float8Plan
 from windlass.core.errors import ConfigError
-from windlass.core.world import world_from_environment
 from windlass.transforms.float8 import apply_float8
 
 pytest.importorskip("torchao")
@@ -109,9 +107,9 @@ def test_gradients_are_close_to_those_without_it(recipe: str, mixed: bool) -> No
 @pytest.mark.parametrize("layout", ["replicated", "sharded"])
 def test_two_processes_have_the_losses_of_one(layout: str, tmp_path: Path) -> None:
     one = train(tmp_path / "one", 8)
-    said = launch(2, Path(__file__), tmp_path / "two", layout)
-    (line,) = [line for line in said.splitlines() if line.startswith("losses ")]
-    assert json.loads(line.partition(" ")[2]) == pytest.approx(one, rel=5e-3)
+    sharding = {"fsdp": True, "fsdp_config": {"transformer_cls_names_to_wrap": ["Block"]}}
+    two, _ = on_ranks(2, partial(train, **(sharding if layout == "sharded" else {})), tmp_path / "two", 4)
+    assert two == pytest.approx(one, rel=5e-3)
     saved, alone = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
     assert {t.dtype for t in saved.values()} == {torch.float32}
     assert all((saved[name] - alone[name]).norm() < 2e-2 * alone[name].norm() for name in alone)
@@ -257,10 +255,3 @@ def train(folder: Path, rows: int, **options: Any) -> list[float]:
     trainer.save_model()
     assert {type(block.product).__name__ for block in trainer.model.layers[1:3]} == {"Float8Linear"}
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-if __name__ == "__main__":
-    sharding = {"fsdp": True, "fsdp_config": {"transformer_cls_names_to_wrap": ["Block"]}}
-    found = train(Path(sys.argv[1]), 4, **(sharding if sys.argv[2] == "sharded" else {}))
-    if world_from_environment().rank == 0:
-        print("losses", json.dumps(found))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import launch, on_ranks
 from tests.trainer.small import Net, rows, settings
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,8 +23,7 @@ from windlass.transforms.strategies import spread
 
 @pytest.mark.dist
 def test_a_model_that_was_divided_before_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    said = launch(2, Path(__file__), tmp_path)
-    assert said.count("refused with the way out") == 2
+    on_ranks(2, main, tmp_path)
 
 
 @pytest.mark.dist
@@ -93,8 +91,3 @@ def main(folder: Path) -> None:
         said = error_of(lambda plan=plan: spread(model, plan, current(), torch.device("cpu")))  # type: ignore[misc]
         assert "was divided with fsdp=True and stays so; set that, or build it again" in said, said
     assert torch.distributed.is_initialized()
-    print("refused with the way out")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

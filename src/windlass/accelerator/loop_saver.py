@@ -31,7 +31,7 @@ from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import LEFTOVERS, Store
 from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
-from windlass.core.locations import is_url, local_folder, parent_of
+from windlass.core.locations import is_url, local_folder, named, parent_of, working_folder
 from windlass.core.logs import get_logger
 from windlass.core.threads import THREADS, warn_of_other_threads
 from windlass.dist.gang import Gang
@@ -270,11 +270,16 @@ class StatePlace:
         return f"{self.parent}/{name}" if is_url(self.parent) else str(Path(self.parent, name))
 
     def objections(self) -> Iterator[Problem]:
-        """A name under which a save of another folder would remove this one, as what an interrupted save left."""
+        """A name under which a save of another folder would remove this one, as what an interrupted save left; and a
+        folder that cannot be replaced as a whole.
+        """
         for prefix in LEFTOVERS:
             if self.name.startswith(prefix):
                 fix = f"a save of {self.name.removeprefix(prefix)!r} removes folders of this name: choose another"
                 yield Problem("output_dir", self.name, fix)
+        if Path(working_folder()).is_relative_to(self.shown(0)):
+            fix = "a checkpoint replaces a folder as a whole, and the working directory lies in it: name a new folder"
+            yield Problem("output_dir", self.shown(0), fix)
 
 
 class StatePlaces:
@@ -289,7 +294,7 @@ class StatePlaces:
         if folder is None:
             return self._of_project(argument)
         if not is_url(folder):
-            path = Path(folder).expanduser().absolute()
+            path = named(Path(folder).expanduser().absolute())
             return StatePlace(str(path.parent), path.name)
         parent, name = parent_of(os.fspath(folder))
         if not is_url(parent):

@@ -27,6 +27,7 @@ from windlass.checkpoint.stored import Folder, StoredTensors, find_weights, open
 from windlass.checkpoint.tensor_file import Shaped, stream_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME, with_aliases
 from windlass.core.errors import CheckpointError
+from windlass.core.locations import working_folder
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
 _CONFIG = "config.json"
@@ -107,17 +108,8 @@ def export_folder(
     the complete folder before it has that name; what it writes must be durable.
     """
     files = files or Files()
-    # First: an interrupted export may have left the folder that is checked next under its temporary name.
-    _recover(target, files)
-    _check_place(target, options)
-    weights = find_weights(source)
-    files.ensure_folder(target.parent)
-    new = target.with_name(f"tmp-{target.name}")
-    if new.exists():
-        files.remove_tree(new)
-    files.make_folder(new)
-    try:
-        if weights != ADAPTER_WEIGHTS:
+    with whole_folder(target, files, lambda: _check_place(target, options)) as new:
+        if find_weights(source) != ADAPTER_WEIGHTS:
             with _converted(source, options) as (tensors, shaped, read):
                 stream_split(new, shaped, read, tensors.aliases, options.max_shard_size, files)
         else:
@@ -125,6 +117,29 @@ def export_folder(
         for name in _companions(source):
             _copy(source, name, new / name, options, files)
         finish(new, files)
+
+
+@contextmanager
+def whole_folder(target: Path, files: Files, check: Callable[[], None]) -> Iterator[Path]:
+    """Yield a new folder, which gets the name `target` after the body, or is removed after an error. What is written
+    into it must be durable. Raises CheckpointError if `target` holds the working directory.
+
+    Args:
+        check: raises CheckpointError if what is at `target` must not be replaced.
+    """
+    # Programs that run in it, as the shell does, would be in a folder that no longer exists.
+    if Path(working_folder()).is_relative_to(target.resolve()):
+        raise CheckpointError(f"{target} is in use as the working directory: name a new folder")
+    # First: an interrupted export may have left the folder that is checked next under its temporary name.
+    _recover(target, files)
+    check()
+    files.ensure_folder(target.parent)
+    new = target.with_name(f"tmp-{target.name}")
+    if new.exists():
+        files.remove_tree(new)
+    files.make_folder(new)
+    try:
+        yield new
         files.sync_folder(new)
         _put(new, target, files)
     except BaseException:

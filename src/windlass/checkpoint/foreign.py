@@ -16,6 +16,7 @@ from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo
 from windlass.checkpoint.store import Store, is_checkpoint, no_checkpoint
 from windlass.checkpoint.stored import load_folder
 from windlass.core.errors import CheckpointError
+from windlass.core.locations import named
 from windlass.core.logs import get_logger
 from windlass.core.outside import find_outside
 from windlass.core.types import State
@@ -106,7 +107,7 @@ def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None
     damaged one: an old run must not silently continue in the place of a new one.
     """
     if which is not True:
-        return None if format_of(Path(which)) is None else Path(which)
+        return None if format_of(Path(which)) is None else named(Path(which))
     folders = store.folders()
     candidates = [folder for folder in folders if format_of(folder) is not None]
     if not candidates or any(is_checkpoint(folder) for folder in folders) or store.committed():

@@ -27,6 +27,7 @@ from windlass.checkpoint.manifest import (
 from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.staged import StagedCheckpoint, folder_pattern
 from windlass.core.errors import CheckpointError
+from windlass.core.locations import named
 from windlass.core.logs import get_logger
 from windlass.dist.gang import Gang
 
@@ -168,7 +169,7 @@ class Store:
         Raises:
             CheckpointError: "Can't find a valid checkpoint at PATH", with the file and what is wrong with it.
         """
-        path = Path(path)
+        path = named(Path(path))
         try:
             interim = path.with_name("replaced-" + path.name)
             if not (path / MANIFEST_NAME).exists() and (interim / MANIFEST_NAME).is_file():

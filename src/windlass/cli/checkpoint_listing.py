@@ -24,7 +24,7 @@ from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
 from windlass.cli.command_line import answer, folders_below, in_words
 from windlass.core.errors import CheckpointError
-from windlass.core.locations import is_url
+from windlass.core.locations import is_url, named
 from windlass.core.output import one_line, say, say_json, table
 
 HEADERS = ("step", "saved", "size", "ranks", "metric", "marks", "state")
@@ -84,7 +84,7 @@ def checkpoints_in(folder: str) -> list[Found]:
     """
     path = local_path(folder)
     if is_one_checkpoint(path):
-        return [look_at(path)]
+        return [look_at(named(path))]
     found = survey(path) or [one for folder in folders_below(path) for one in survey(folder)]
     if not found:
         raise CheckpointError(f"{path} has no checkpoints, nor has a folder below it")
@@ -152,7 +152,7 @@ def prune_command(options: argparse.Namespace) -> int:
         raise CheckpointError("set what to keep: --keep-last N, --keep-best N or both")
     store = Store(local_path(options.folder))
     if is_one_checkpoint(store.root):
-        raise CheckpointError(f"{store.root} is one checkpoint: name its folder, {store.root.parent}")
+        raise CheckpointError(f"{store.root} is one checkpoint: name its folder, {named(store.root).parent}")
     whole = store.whole()
     if not whole:
         raise CheckpointError(f"{store.root} has no complete checkpoints")
@@ -169,8 +169,8 @@ def prune_command(options: argparse.Namespace) -> int:
             done = "would be removed" if dry_run else "removed"
             if not options.json:
                 say(f"{one_line(info.path)}: {done}, {in_words(info.nbytes)}")
-    named = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
-    facts = {"removed": not dry_run, "complete": len(whole), "checkpoints": named}
+    listed = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
+    facts = {"removed": not dry_run, "complete": len(whole), "checkpoints": listed}
     freed = in_words(sum(info.nbytes for info in going))
     return answer(options, facts, [f"{len(going)} of {len(whole)} complete checkpoints, {freed}"])
 

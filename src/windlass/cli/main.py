@@ -21,6 +21,7 @@ from windlass.cli.command_line import (
 from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
+from windlass.core.lazy import import_torch_uncollected
 from windlass.core.output import flush_standard_streams, say
 from windlass.core.terminal import folded_message
 from windlass.recipes.quiet import quiet_libraries
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The interpreter's last collections look at every object of the libraries: a second in which nothing happens.
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
+    import_torch_uncollected()
     # These two run a user's script, here or in other processes.
     quiet = contextlib.nullcontext() if arguments[:1] in (["run"], ["launch"]) else quiet_libraries()
     try:

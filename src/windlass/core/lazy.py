@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -32,7 +37,7 @@ def loader_of(
             raise ImportError(f"{module} has no {name}: {reasons[name]}")
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = getattr(_import(homes[name]), name)
+        value = getattr(import_uncollected(homes[name]), name)
         setattr(sys.modules[module], name, value)
         return value
 
@@ -87,15 +92,50 @@ def stub_homes(module: str) -> dict[str, str]:
     return homes
 
 
-def _import(module: str) -> Any:
+def import_uncollected(module: str) -> Any:
     """Import with the garbage collector held off: a collection over all that torch made costs a third of the import."""
+    with _uncollected():
+        return importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(module)
+        yield
     finally:
         if collecting:
             gc.enable()
+
+
+class _TorchFinder(MetaPathFinder):
+    """Finds torch as the finders after it do, for `import_torch_uncollected`."""
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    with _uncollected():
+        execute(module)
+    gc.freeze()
+
+
+def import_torch_uncollected() -> None:
+    """From now on the first import of torch, by any module, is not interrupted by collections of garbage, and
+    none looks at what it made: modules stay to the end. For processes of Windlass itself, before a user's code runs.
+    """
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _TorchFinder())
 
 
 class LazyModule:
@@ -109,6 +149,6 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        module = _import(self._name)
+        module = import_uncollected(self._name)
         vars(self).update({**vars(module), **vars(self)})
         return getattr(module, name)

@@ -75,6 +75,11 @@ def working_folder() -> str:
         return ""
 
 
+def named(path: Path) -> Path:
+    """Return a path whose last part is the name of its file or folder, as `.` and `..` are not."""
+    return path.resolve() if path.name in ("", "..") else path
+
+
 def anchored(path: str, base: str) -> str:
     """A path that does not depend on the working directory: a relative one is taken to start at `base`."""
     return path if is_url(path) else os.path.join(base, os.path.expanduser(path))

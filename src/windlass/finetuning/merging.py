@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_library
-from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_folder
+from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_folder, whole_folder
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import shorten
 from windlass.checkpoint.stored import Folder, find_weights
@@ -52,30 +52,26 @@ def merge_adapter(
             is not empty.
         ModelError: the base cannot be loaded.
     """
-    name = base or base_of(adapter)
+    name, files = base or base_of(adapter), Files()
+    with whole_folder(target, files, lambda: _check_new(target)) as new:
+        model = load_base(adapter, name, "auto")
+        if getattr(model, "quantization_method", None) is not None:
+            model = model.dequantize()
+        if dtype is not None:
+            model = model.to(dtype)
+        merge(with_adapter(model, adapter)).save_pretrained(new, max_shard_size=max_shard_size)
+        if (tokenizer := first_tokenizer((str(adapter), name))) is not None:
+            tokenizer.save_pretrained(new)
+        for path in new.rglob("*"):  # some tokenizers have folders of templates
+            if path.is_file():
+                files.sync_file(path)
+            else:
+                files.sync_folder(path)
+
+
+def _check_new(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already; name a new folder")
-    model = load_base(adapter, name, "auto")
-    if getattr(model, "quantization_method", None) is not None:
-        model = model.dequantize()
-    if dtype is not None:
-        model = model.to(dtype)
-    merged = merge(with_adapter(model, adapter))
-    files = Files()
-    new = target.with_name(f"tmp-{target.name}")
-    if new.exists():  # of a merge that was killed
-        files.remove_tree(new)
-    merged.save_pretrained(new, max_shard_size=max_shard_size)
-    if (tokenizer := first_tokenizer((str(adapter), name))) is not None:
-        tokenizer.save_pretrained(new)
-    for path in new.rglob("*"):  # some tokenizers have folders of templates
-        if path.is_file():
-            files.sync_file(path)
-        else:
-            files.sync_folder(path)
-    files.sync_folder(new)
-    files.rename(new, target)
-    files.sync_folder(target.parent)
 
 
 def merge(adapted: Any) -> Any:

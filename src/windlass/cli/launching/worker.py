@@ -26,6 +26,7 @@ from windlass.cli.command_line import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED
 from windlass.core.activity import Opening
 from windlass.core.errors import Preempted
 from windlass.core.job_signals import end_with_parent
+from windlass.core.lazy import import_torch_uncollected
 from windlass.core.output import say, shown
 from windlass.core.package_remarks import mute_import_remarks
 from windlass.core.tracebacks import calls_of, printed, report_uncaught
@@ -50,6 +51,7 @@ def main(words: Sequence[str]) -> None:
         execute(words[1:])
     watch(os.environ)
     mute_import_remarks()
+    import_torch_uncollected()
     as_module, script = (True, words[1]) if words[0] == "-m" else (False, words[0])
     sys.argv[:] = words[1:] if as_module else words[:]
     if not os.environ.get("PYTHONSAFEPATH"):  # the flag is set in any case

@@ -185,6 +185,8 @@ class DeepSpeedWeights(TensorSource):
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             self._add(name, shape, _between(flat, begin, math.prod(shape)))
             begin += math.prod(shape) + padding
+        align = 2 * len(flat)  # DeepSpeed pads each group to a multiple of it
+        self._check_used(-(-begin // align), -(-_elements(flat) // align))
 
     def _add_divided(self, model_files: Sequence[TorchFile], states: _States) -> None:
         """Stage 3: each parameter is divided into as many runs as ranks, the last ones padded."""
@@ -223,6 +225,13 @@ class DeepSpeedWeights(TensorSource):
                     name, shape, [run for of_rank in flat for run in _between(of_rank, begin, length)]
                 )
                 begin += length
+        for of_rank in flat:
+            self._check_used(begin, _elements(of_rank))
+
+    def _check_used(self, used: int, there: int) -> None:
+        """Check that parameters and paddings fill the flat tensors: with other paddings all values would be shifted."""
+        if used != there:
+            raise self._error("the shapes and paddings of its parameters do not fill its flat tensors")
 
     def _add_padded(self, name: str, shape: tuple[int, ...], runs: Sequence[_Run]) -> None:
         """Add a tensor of which each rank has runs, one behind another, and padding at the end."""
@@ -264,6 +273,10 @@ class DeepSpeedWeights(TensorSource):
         ):
             raise self._error(f"the shape of {name[:100]!r} is malformed")
         return shape
+
+
+def _elements(flat: Sequence[_Flat]) -> int:
+    return sum(math.prod(tensor.shape) for _, tensor in flat)
 
 
 def _between(flat: Sequence[_Flat], begin: int, length: int) -> list[_Run]:

@@ -37,17 +37,18 @@ class _ReadingProcess:
                 command, stdin=other.fileno(), stdout=subprocess.DEVNULL, env=environment
             )
 
-    def ask(self, file: FileIO, kind: bytes) -> bytes:
-        """Return the answer about an open file; nothing if the process has ended."""
+    def ask(self, file: FileIO, kind: bytes) -> tuple[bytes, bytes]:
+        """Return the two lines of the answer about an open file; empty ones if the process has ended."""
         incoming, outgoing = os.pipe()
         with open(incoming, "rb") as answer:
             try:
                 socket.send_fds(self._channel, [kind], [file.fileno(), outgoing])
             except OSError:
-                return b""
+                return b"", b""
             finally:
                 os.close(outgoing)
-            return answer.read(torch_reader.MAX_ANSWER + 10_000)  # with the line of the reason
+            # Not up to the end of the pipe: a process that another thread forks meanwhile keeps it open.
+            return answer.readline(torch_reader.MAX_ANSWER + 10_000), answer.readline(10_000)
 
     def close(self) -> None:
         """End the process, and wait for it."""
@@ -67,12 +68,11 @@ def describe(file: FileIO, path: Path, *, objects: bool) -> Any:
     Args:
         objects: its content may have objects beside plain values; none is created.
     """
-    answer = _answer(file, torch_reader.OBJECTS if objects else torch_reader.PLAIN)
-    description, complete, ended = answer.rpartition(b"\n")
-    if ended or not complete:
-        reason = (
-            ended.decode("ascii", "replace") if complete else "the process that reads such files has ended"
-        )
+    description, ended = _answer(file, torch_reader.OBJECTS if objects else torch_reader.PLAIN)
+    reason = (
+        ended.decode("ascii", "replace").strip() if ended else "the process that reads such files has ended"
+    )
+    if reason:
         raise CheckpointError(f"{path} cannot be read: {reason}")
     found = strict_json.parse(description, str(path), allow_nan=True)
     if isinstance(found, dict) and "error" in found:
@@ -80,16 +80,16 @@ def describe(file: FileIO, path: Path, *, objects: bool) -> Any:
     return found
 
 
-def _answer(file: FileIO, kind: bytes) -> bytes:
-    """The answer of the running process, or of a new one if that has ended meanwhile."""
+def _answer(file: FileIO, kind: bytes) -> tuple[bytes, bytes]:
+    """The lines of the running process, or of a new one if that has ended meanwhile."""
     if not hasattr(socket, "send_fds"):
         raise CheckpointError(
             f"files of torch.save can't be read on {sys.platform}: it has no limits of memory and time. Convert them: "
             "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
         )
     with _lock:
-        found = _running[0].ask(file, kind) if _running else b""
-        if not found:
+        found = _running[0].ask(file, kind) if _running else (b"", b"")
+        if not any(found):
             _close()
             _running.append(_ReadingProcess())
             found = _running[0].ask(file, kind)

@@ -195,13 +195,13 @@ class _CheckedContent:
             return self.value(description)
         except CheckpointError:
             raise
-        except (TypeError, ValueError, OverflowError, RecursionError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             # A key without a hash, a number that is not hexadecimal, an array of another size than its shape.
             raise self._error("its description is malformed") from None
 
     def value(self, found: Any) -> Any:
         """A value: plain containers (an ordered map is a dict), numbers, text, bytes, arrays, dtypes,
-        `StoredTensor`s."""
+        devices, `StoredTensor`s."""
         if isinstance(found, list):
             return [self.value(item) for item in found]
         if not isinstance(found, dict):
@@ -219,6 +219,8 @@ class _CheckedContent:
                 return flat.reshape(shape, order="F" if order == "F" else "C")
             case {"dtype": str(name)}:
                 return self._dtype(name)
+            case {"device": str(name)}:
+                return torch.device(name)
             case {"object": str(name)}:
                 return Unread(name)
             case {
@@ -257,7 +259,8 @@ class _CheckedContent:
             raise self._error("the shape of a tensor is malformed")
         held, count = described.storage.nbytes // described.dtype.itemsize, math.prod(described.shape)
         last = sum((size - 1) * step for size, step in zip(described.shape, described.stride, strict=True))
-        if count > held or (count and described.offset + last >= held):
+        # An expanded tensor (stride 0) has more elements than its storage.
+        if count and described.offset + last >= held:
             raise self._error(f"a tensor of shape {list(described.shape)} does not lie inside its storage")
         known = self._tensors.setdefault(described, described)
         if known is described:

@@ -4,7 +4,7 @@ Each file is read by `torch.load(weights_only=True)` in a fork with little memor
 starts no process. Nothing else opens a pickle. The answer is a line of JSON: plain values, and descriptions of tensors.
 
     null, true, 1, 1.5, "text", [...]            themselves
-    {"tuple": [...]}, {"map": [key, value, ...]}, {"bytes": "hexadecimal"}, {"dtype": "float32"}
+    {"tuple": [...]}, {"map": [key, value, ...]}, {"bytes": "hexadecimal"}, {"dtype": "float32"}, {"device": "cuda:1"}
     {"array": [dtype, shape, order, "hexadecimal"]}                   an array of numpy, in order "C" or "F"
     {"tensor": [begin, nbytes, crc, dtype, offset, shape, stride]}    its storage (bytes), its place there (elements)
     {"object": "name"}                           an object of another program, which was not created
@@ -46,6 +46,8 @@ _ANSWER, _ANSWER_FACTOR, MAX_ANSWER = 1 << 20, 16, 1 << 27
 _VALUE = 24  # what a value counts in the answer beside its text: who reads "[]" needs 64 bytes for it, twice
 # Of a member: the lengths of its name and of its extra field come last.
 _LOCAL_HEADER = struct.Struct("<26xHH")
+# In a pickle, the function that `torch.load` makes a tensor of such a kind with.
+_SPECIAL = re.compile(rb"ctorch\._utils\n_rebuild_(sparse|q|nested)_?tensor\n")
 _NUMPY_TYPES = {
     "f2": "e",
     "f4": "f",
@@ -198,10 +200,12 @@ def _load(file: BinaryIO, objects: bool) -> Any:
             try:
                 return torch.load(file, map_location="meta", weights_only=True)
             except Exception:
-                # That of torch 2.14 at a sparse tensor does not name it. Text and bytes may have the name too.
+                # Those of torch do not name such tensors. Only after a failure: text may have these names too.
                 file.seek(0)
-                if b"ctorch._utils\n_rebuild_sparse_tensor\n" in file.read(MAX_PICKLE):
-                    raise RefusedFileError("a tensor in it is sparse") from None
+                found = _SPECIAL.search(file.read(MAX_PICKLE))
+                if found is not None:
+                    kind = {b"sparse": "sparse", b"q": "quantized", b"nested": "nested"}[found[1]]
+                    raise RefusedFileError(f"a tensor in it is {kind}") from None
                 raise
 
 
@@ -262,7 +266,7 @@ class _Description:
         elif kind is torch.dtype:
             self._add(f'{{"dtype":"{str(value).removeprefix("torch.")}"}}')
         elif kind is torch.device:
-            self._add(json.dumps(value.type))
+            self._add(json.dumps({"device": str(value)}))
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
         elif self._objects:
@@ -329,6 +333,10 @@ def _reason(error: BaseException) -> str:
     if error.__suppress_context__:
         error = error.__context__ or error  # the one without that advice
     text = str(error).strip() or type(error).__name__
+    if text.startswith("Bad CRC-32"):  # of `zipfile`
+        return (
+            f"it is damaged, or was saved after torch.serialization.set_crc32_options(False) ({text[:300]})"
+        )
     opcode = re.match(r"Unsupported operand (\d+)", text)
     if opcode is not None:
         return (
@@ -428,7 +436,7 @@ def main() -> None:
         os.close(descriptor)
         ended = _ended(os.waitpid(child, 0)[1], seconds)
         with contextlib.suppress(BrokenPipeError), open(answer, "wb") as out:
-            out.write(b"\n" + ended.encode("ascii"))
+            out.write(b"\n" + ended.encode("ascii") + b"\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def _run_next() -> None:
 _run_next()
 if os.environ.get("WINDLASS_COMPAT"):
     from windlass.compat.import_hook import install
+    from windlass.core.lazy import import_torch_uncollected
     from windlass.core.package_remarks import mute_import_remarks
 
     mute_import_remarks()
+    import_torch_uncollected()
     install()
