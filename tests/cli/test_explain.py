@@ -34,6 +34,17 @@ def test_every_spelling_is_found(word: str, name: str) -> None:
     assert key.name == name
 
 
+@pytest.mark.parametrize(("word", "names"), [
+    ("role", ["launch.role", "data.messages.role"]), ("data.messages.role", ["data.messages.role"]),
+    ("debug", ["debug", "training.debug"]), ("TrainingArguments.debug", ["training.debug"]),
+    ("training.ddp_timeout", ["ddp.timeout"]),
+])  # fmt: skip
+def test_a_name_of_a_setting_and_of_an_argument_is_both(
+    word: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [one["name"] for one in as_json(capsys, word)] == names
+
+
 def test_value_origin_and_what_gave_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("mixed_precision: fp16\n")

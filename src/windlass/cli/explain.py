@@ -181,14 +181,22 @@ def find_setting(word: str) -> Key | None:
 
 def _one(word: str, settings: Settings, given: GivenRecipe | None) -> Iterator[Explanation]:
     spelling = word.replace("-", "_")
-    found = _arguments(spelling, given)
-    old = OLD_NAMES.get(spelling)
-    if (key := find_setting(word)) is not None:
+    key, old = find_setting(word), OLD_NAMES.get(spelling)
+    # Those that do not set it: a launch and a conversation have a "role" each.
+    arguments = [
+        argument
+        for argument in _arguments(spelling, given)
+        if key is None or argument.keys[-1] not in key.fields
+    ]
+    if key is not None and arguments and "." in spelling:  # means one of them
+        key, arguments = (key, []) if key.name == spelling else (None, arguments)
+    if key is not None:
         yield explain(key, settings)
-    elif found:
-        for argument in found:
-            yield _explain_argument(argument, given)
-    elif old is not None:
+    for argument in arguments:
+        yield _explain_argument(argument, given)
+    if key is not None or arguments:
+        return
+    if old is not None:
         yield Gone(spelling, None, [("gone", old.note)])
     elif (owner := _OF_LIBRARIES.get(spelling.rpartition(".")[0])) is not None:
         raise ConfigError(Problem("NAME", word, f"is an option of {owner}, which documents it"))

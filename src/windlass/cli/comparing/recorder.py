@@ -51,8 +51,9 @@ class Recorder:
         updates: of each finished update: `rows` (digests of samples, by backward), `rates`, `loss` (the sum of what
             backwards were started from), `norm` (of the gradients that the optimizer got), `digests` (weights after
             the update, by parameter), `seconds` (from its first forward to its last step) and `pause` (from the
-            update before to that forward). Until it is written, an update has lists
-            of tensors in their place: `losses`, and `squares` of norms.
+            update before to that forward). Until they are written, updates have lists
+            of tensors in place of two of these, `losses` and `squares` of norms, and when they `began` and how many
+            `optimizers` made a step.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -69,11 +70,8 @@ class Recorder:
         self._reader: nn.Module | None = None  # what got them
         self.pending_rows: list[list[str]] = []
         self._losses: list[Tensor] = []
-        self._optimizers: list[int] = []  # of each update, how many made a step
-        self._created = time.perf_counter()
         self._started: float | None = None  # the first forward since the last step
-        self._began = self._created  # of the update
-        self._ended: float | None = None
+        self._ended = time.perf_counter()  # of the last step, or of what is before the first
         self._own = 0.0  # seconds of this recorder since the update began
         self._resident = 0
         self._finished = False
@@ -114,28 +112,26 @@ class Recorder:
     def _begin_update(self) -> None:
         if len(self.updates) == self.settings["updates"]:
             self._leave()  # fewer optimizers made a step in the last one than before
-        pause = None if self._ended is None or self._started is None else self._started - self._ended
-        self.updates.append({"rows": self.pending_rows, "rates": [], "digests": {}, "pause": pause})
-        self.updates[-1] |= {"losses": self._losses, "squares": []}
-        self.pending_rows, self._losses = [], []
-        self._optimizers.append(0)
+        pause = self._started - self._ended if self.updates and self._started is not None else None
         if self._started is None:  # no module is called: an update lasts from the end of the one before
-            self._started, self._own = self._ended or self._created, 0.0
-        self._began = self._started
+            self._started, self._own = self._ended, 0.0
+        self.updates.append({"rows": self.pending_rows, "rates": [], "digests": {}, "pause": pause})
+        self.updates[-1] |= {"losses": self._losses, "squares": [], "began": self._started, "optimizers": 0}
+        self.pending_rows, self._losses = [], []
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note the weights, and leave the process after the last update that was asked for."""
         now = time.perf_counter()
         update = self.updates[-1]
-        update["seconds"] = now - self._began - self._own
+        update["seconds"] = now - update["began"] - self._own
         for parameter in _parameters(optimizer):
             update["digests"][self._name(parameter)] = _digest(parameter)
-        self._optimizers[-1] += 1
+        update["optimizers"] += 1
         self._started, self._ended = None, time.perf_counter()
         self._own += self._ended - now
         # Only the update before shows how many optimizers there are.
-        expected = self._optimizers[-2] if len(self._optimizers) > 1 else 1
-        if len(self.updates) == self.settings["updates"] and self._optimizers[-1] >= expected:
+        expected = self.updates[-2]["optimizers"] if len(self.updates) > 1 else 1
+        if len(self.updates) == self.settings["updates"] and update["optimizers"] >= expected:
             self._leave()
 
     def _leave(self) -> NoReturn:
