@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.accelerator.asking_dataset import facts_of
+from tests.accelerator.asking_dataset import Asking, Waiting, facts_of
 from tests.data.cases import Numbers, Stream
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -21,6 +20,7 @@ from windlass import Accelerator
 from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.data_loader import DataLoaderDispatcher, SkipDataLoader
 from windlass.optim.public import get_linear_schedule_with_warmup
+from windlass.state import AcceleratorState, PartialState
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda item: pickle.loads(pickle.dumps(item))}
 copied_in_each_way = pytest.mark.parametrize("copied", WAYS.values(), ids=WAYS)
@@ -125,14 +125,12 @@ def test_the_epoch_reaches_a_batch_sampler_at_once() -> None:
 
 @pytest.mark.dist
 def test_copies_of_loaders_on_two_ranks() -> None:
-    ranks = Path(__file__)
-    assert launch(2, ranks).count("the copies are right") == 2
+    on_ranks(2, main)
 
 
 @pytest.mark.dist
 def test_spawned_workers_of_two_ranks_know_their_rank() -> None:
-    ranks = Path(__file__).with_name("worker_ranks.py")
-    assert launch(2, ranks).count("workers know their rank") == 2
+    on_ranks(2, ask_spawned_workers)
 
 
 @copied_in_each_way
@@ -173,8 +171,19 @@ def main() -> None:
         [2 * rank, 2 * rank + 1],
         [4 + 2 * rank, 5 + 2 * rank],
     ]
-    print("the copies are right")
 
 
-if __name__ == "__main__":
-    main()
+def spawned(dataset: Any) -> Any:
+    return next(iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")))
+
+
+def ask_spawned_workers() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    states = [accelerator, accelerator.state, PartialState(), AcceleratorState()]
+    expected = facts_of(accelerator)
+    assert (expected["num_processes"], expected["mixed_precision"]) == ("2", "bf16")
+    for held in (states, states[2:3], states[3:]):
+        found = spawned(Asking(held, (PartialState, AcceleratorState) if held is states else (PartialState,)))
+        assert all(facts.items() <= expected.items() for facts in [*found["held"], *found["new"]]), found
+    error = spawned(Waiting(accelerator))
+    assert error.startswith("DataError: a data worker of rank"), error

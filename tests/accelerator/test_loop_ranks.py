@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
-from tests.accelerator import dropping_ranks, loop_cases
-from tests.dist.launch import launch
+from tests.accelerator import loop_cases
+from tests.dist.launch import launch, on_ranks
+from torch import nn
 
 from windlass import Accelerator
+from windlass.utils import DistributedDataParallelKwargs
 
 HERE = Path(__file__).parent
 
@@ -25,9 +29,9 @@ def test_two_ranks_end_as_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_what_fewer_processes_drop_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    launch(2, HERE / "dropping_ranks.py", tmp_path / "saved")
+    on_ranks(2, main, tmp_path / "saved")
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(dropping_ranks.model())
+    accelerator.prepare(model())
     logger = logging.getLogger("windlass")
     logger.addHandler(caplog.handler)
     try:
@@ -36,3 +40,19 @@ def test_what_fewer_processes_drop_is_named(tmp_path: Path, caplog: pytest.LogCa
         logger.removeHandler(caplog.handler)
     dropped = "1.running_mean, 1.running_var, 1.num_batches_tracked"
     assert f"those of rank 0 are used, those of 1 further rank(s) are dropped: {dropped}" in caplog.text
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def main(folder: Path) -> None:
+    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+    prepared = accelerator.prepare(model())
+    prepared(torch.randn(8, 4) + accelerator.process_index)
+    accelerator.save_state(folder)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import contextlib
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.dist.launch import launch
+import torch
+from tests.dist.launch import on_ranks
+from tests.trainer.context_cases import model, token_loss
+from torch import Tensor
+
+from windlass import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from windlass.dist.sharded import whole
 
 pytest.importorskip("transformers")
-LOOP = Path(__file__).with_name("tensor_loop.py")
 FORMS = ("accumulated", "each", "twice", "held", "bare", "recomputed", "unfrozen")
 
 
-def check(folder: Path, layout: dict[str, object], *cases: str) -> None:
-    launch(1, LOOP, folder, "{}", *cases)
-    expected = json.loads((folder / "rank0.json").read_text())
-    launch(4, LOOP, folder, json.dumps(layout), *cases)
-    for rank in range(4):
-        found = json.loads((folder / f"rank{rank}.json").read_text())
+def check(layout: dict[str, object], *cases: str) -> None:
+    [expected] = on_ranks(1, main, {}, cases)
+    for rank, found in enumerate(on_ranks(4, main, layout, cases)):
         for case in cases:
             for what, values in expected[case].items():
                 difference = np.abs(np.array(found[case][what]) - np.array(values)).max()
@@ -27,21 +30,97 @@ def check(folder: Path, layout: dict[str, object], *cases: str) -> None:
 
 
 @pytest.mark.dist
-def test_replicas_of_divided_layers(tmp_path: Path) -> None:
-    check(tmp_path, {"tp_size": 2, "dp_replicate_size": 2}, "qwen3/accumulated", "qwen3/each", "qwen3/twice")
+def test_replicas_of_divided_layers() -> None:
+    check({"tp_size": 2, "dp_replicate_size": 2}, "qwen3/accumulated", "qwen3/each", "qwen3/twice")
 
 
 @pytest.mark.dist
-def test_sharded_divided_layers(tmp_path: Path) -> None:
-    check(tmp_path, {"tp_size": 2, "dp_shard_size": 2, "sharded": True}, "qwen3/accumulated", "qwen3/twice")
+def test_sharded_divided_layers() -> None:
+    check({"tp_size": 2, "dp_shard_size": 2, "sharded": True}, "qwen3/accumulated", "qwen3/twice")
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "even", "qwen3"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_every_form_of_a_loop(name: str, sharded: bool, tmp_path: Path) -> None:
+def test_every_form_of_a_loop(name: str, sharded: bool) -> None:
     layout: dict[str, object] = {"tp_size": 2, "dp_replicate_size": 2}
     if sharded:
         layout = {"tp_size": 2, "dp_shard_size": 2, "sharded": True}
-    check(tmp_path, layout, *(f"{name}/{form}" for form in FORMS))
+    check(layout, *(f"{name}/{form}" for form in FORMS))
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+_ROWS = 8  # of a micro-batch, over all replicas
+
+
+def train(name: str, case: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Train with a loop of the form that `case` names. Returns the norms, and losses and weights after training."""
+    sharded = layout.pop("sharded", False)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        parallelism_config=ParallelismConfig(**layout) if layout else None,
+        fsdp_plugin=FullyShardedDataParallelPlugin(reshard_after_forward=True) if sharded else None,
+    )
+    net = model(name)
+    if case == "recomputed":
+        net.gradient_checkpointing_enable({"use_reentrant": False})
+        net.train()
+    if case == "unfrozen":
+        net.model.layers[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=0.02, eps=1e-4
+    )  # of a gradient near zero it would enlarge rounding
+    torch.manual_seed(1)
+    rows = [{"input_ids": torch.randint(3, 23, (9,))} for _ in range(4 * _ROWS)]
+    replicas = accelerator.num_processes // layout.get("tp_size", 1)
+    loader = torch.utils.data.DataLoader(rows, batch_size=_ROWS // replicas)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    norms = [_train_batch(accelerator, net, optimizer, batch, case, n) for n, batch in enumerate(loader)]
+    net.eval()
+    with torch.no_grad():
+        losses = [
+            float(
+                accelerator.gather_for_metrics(token_loss(net(**batch), batch["input_ids"]).repeat(8)).mean()
+            )
+            for batch in loader
+        ]
+    weights = torch.cat([whole(parameter).detach().flatten() for parameter in net.parameters()])
+    accelerator.free_memory()
+    return {"norms": [n for n in norms if n is not None], "losses": losses, "weights": weights.tolist()}
+
+
+def _train_batch(
+    accelerator: Accelerator, net: Any, optimizer: Any, batch: dict[str, Tensor], case: str, number: int
+) -> float | None:
+    """One micro-batch. Returns the norm of its update, if it ends one."""
+    last = number % 2 == 1
+    with contextlib.ExitStack() as stack:
+        if case == "held":
+            stack.enter_context(contextlib.nullcontext() if last else accelerator.no_sync(net))
+        elif case != "each":
+            stack.enter_context(accelerator.accumulate(net))
+            last = accelerator.sync_gradients
+        for _ in range(2 if case == "twice" else 1):
+            loss = token_loss(net(**batch), batch["input_ids"])
+            loss.backward() if case == "bare" else accelerator.backward(loss)
+        if case != "each" and not last:
+            return None
+        norm = float(accelerator.clip_grad_norm_(net.parameters(), 0.3))
+        optimizer.step()
+        optimizer.zero_grad()
+    if case == "unfrozen":
+        net.requires_grad_(False)
+        accelerator.unwrap_model(net).get_submodule("model.layers.1").requires_grad_(True)
+    return norm
+
+
+def main(layout: dict[str, Any], cases: Iterable[str]) -> dict[str, Any]:
+    found = {}
+    for case in cases:
+        name, form = case.split("/")
+        found[case] = train(name, form, dict(layout))
+    return found

@@ -155,6 +155,23 @@ def test_metrics_of_one_unit_share_a_chart(tab: Tab, tmp_path: Path) -> None:
 
 
 @needs_browser
+def test_a_metric_without_a_finite_value_is_named(tab: Tab, tmp_path: Path) -> None:
+    captions = "[...document.querySelectorAll('figcaption')].map((one) => one.textContent)"
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir()
+    bad.mkdir()
+    append_rows(good, *(row(step, loss=1.0) for step in (1, 2)))
+    append_rows(bad, *(row(step, loss="NaN") for step in (1, 2)))
+    shown(tab, tmp_path / "page.html", bad)
+    assert tab.value(captions) == ["loss (2 non-finite left out)"]
+    assert "Nothing has been logged" not in tab.value("document.body.innerText")
+    shown(tab, tmp_path / "page.html", good, bad)
+    assert tab.value(captions) == ["loss (2 non-finite left out)"]
+    assert tab.value("windlass.charts()[0].chart.series.map((one) => one.label)") == ["update", "good: loss"]
+    assert tab.errors == []
+
+
+@needs_browser
 def test_axes_smoothing_and_logarithm(tab: Tab, tmp_path: Path) -> None:
     rows = write_run(tmp_path, 50)
     shown(tab, tmp_path / "page.html", tmp_path)
@@ -170,6 +187,26 @@ def test_axes_smoothing_and_logarithm(tab: Tab, tmp_path: Path) -> None:
     assert smooth[:2] == [raw[0], pytest.approx(mean)]
     tab.press("l")
     assert tab.value("windlass.charts().map((one) => one.chart.scales.y.distr)") == [3, 1, 3]  # a norm is 0
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([2.0, 300.0], ["1", "10", "100", "1,000"]),
+        ([1e-35, 1e-3], ["1.000e-35", "1.000e-30", "1.000e-25", "1.000e-20", "1.000e-15", "1.000e-10", "1.000e-5"]),
+        ([5e-24, 5e-24], ["1.000e-24", "1.000e-23", "1.000e-22"]),
+    ],
+)  # fmt: skip
+def test_a_logarithmic_axis_has_ticks_for_any_size(
+    tab: Tab, tmp_path: Path, values: list[float], ticks: list[str]
+) -> None:
+    append_rows(tmp_path, *(row(step, rate=value) for step, value in enumerate(values)))
+    shown(tab, tmp_path / "page.html", tmp_path)
+    tab.press("l")
+    tab.value("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(() => go(1))))")
+    assert tab.errors == []
+    assert tab.value("windlass.charts()[0].chart.axes[1]._values") == ticks
 
 
 @needs_browser

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.small import Net, arguments, rows, weights_hash
 from torch import Tensor, nn
 
 from windlass import EMACallback, SWACallback, Trainer, TrainerCallback
 from windlass.core.errors import ConfigError
+from windlass.dist.sharded import is_sharded, whole
 
 
 class Seen(TrainerCallback):
@@ -242,8 +242,7 @@ def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
 
 @pytest.mark.dist
 def test_sharded_weights_have_the_same_average(tmp_path: Path) -> None:
-    launch(2, Path(__file__).parent / "averaging_ranks.py", tmp_path)
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks(2, main, tmp_path)
     assert first == second
     assert first["clean"] == first["again"]
     seen = Seen()
@@ -259,3 +258,35 @@ def test_sharded_weights_have_the_same_average(tmp_path: Path) -> None:
     for mine, theirs in zip(alone.model.parameters(), first["clean"]["weights"], strict=True):
         assert mine.detach().flatten().tolist() == pytest.approx(theirs, abs=1e-12)
     assert first["clean"]["loss"] == pytest.approx(seen.losses[-1], abs=1e-9)
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def train_sharded(folder: Path, steps: int, resume: bool = False) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
+    options |= {"fsdp": "full_shard", "lr_scheduler_type": "constant", "learning_rate": 0.3}
+    args = arguments(folder, max_steps=steps, per_device_train_batch_size=2, **options)
+    data = rows(24)
+    trainer = Trainer(
+        Net().double(), args, train_dataset=doubled(data), eval_dataset=doubled(data)[:8], callbacks=[EMACallback(0.9)]
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    assert all(map(is_sharded, trainer.model.parameters()))
+    losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    return {"weights": [whole(p).flatten().tolist() for p in trainer.model.parameters()], "loss": losses[-1]}
+
+
+def doubled(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "x": row["x"].double()} for row in data]
+
+
+def main(folder: Path) -> dict[str, Any]:
+    clean = train_sharded(folder / "a", 6)
+    train_sharded(folder / "b", 3)
+    return {"clean": clean, "again": train_sharded(folder / "b", 6, resume=True)}

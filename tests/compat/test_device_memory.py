@@ -53,3 +53,13 @@ def test_shares_are_those_of_the_reference(room: dict, low_zero: bool, blocks: o
     model = Model()
     ours = get_balanced_memory(model, dict(room), blocks, low_zero=low_zero)  # type: ignore[arg-type]
     assert ours == reference.get_balanced_memory(model, dict(room), blocks, low_zero=low_zero)
+
+
+def test_devices_need_not_be_numbered_without_gaps() -> None:
+    """accelerate raises KeyError."""
+    model = Model()
+    packed = get_balanced_memory(model, {0: 4000, 1: 5000}, low_zero=True)
+    gap = get_balanced_memory(model, {0: 4000, 3: 5000}, low_zero=True)
+    assert list(gap.values()) == list(packed.values())
+    without_zero = {1: 4000, 2: 4000}
+    assert get_balanced_memory(model, without_zero, low_zero=True) == get_balanced_memory(model, without_zero)

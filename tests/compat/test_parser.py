@@ -42,6 +42,11 @@ class Switches:
 
 
 @dataclass
+class Undecided:
+    maybe: bool | None
+
+
+@dataclass
 class Choices:
     mode: Mode = Mode.FAST
     word: Literal["a", "b", 42] = "a"
@@ -86,6 +91,8 @@ LINES: list[tuple[Any, list[str]]] = [
     (Switches, ["--off", "--no_on", "--unknown", "true", "--said"]),
     (Switches, ["--off", "false", "--no-on", "--said", "0"]),
     (Switches, ["--on", "f", "--off", "Y"]),
+    (Undecided, []),
+    (Undecided, ["--maybe", "no"]),
     (Choices, ["--needed", "x"]),
     (Choices, ["--needed", "y", "--mode", "exact", "--word", "42"]),
     (Choices, ["--needed", "y", "--mode", "7", "--word", "b"]),
@@ -131,7 +138,7 @@ def test_any_line_reads_as_scripts_expect(parts: list[str]) -> None:
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("dtype", [Basics, Switches, Choices, Lists, Options, Aliased])
+@pytest.mark.parametrize("dtype", [Basics, Switches, Undecided, Choices, Lists, Options, Aliased])
 def test_has_the_same_flags(dtype: Any) -> None:
     """Every flag, with its destination, whether it is required, its choices and its default."""
 

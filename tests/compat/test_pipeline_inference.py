@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from torch import nn
 
 from windlass import PartialState, prepare_pippy
@@ -37,9 +33,8 @@ def test_one_process_has_all_layers() -> None:
 
 
 @pytest.mark.dist
-def test_two_processes_have_some_each(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
-    first, last = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+def test_two_processes_have_some_each() -> None:
+    first, last = on_ranks(2, main)
     expected = made()(batch()).tolist()
     assert (first["output"], first["held"], last["held"]) == (None, 2 * 72, 72)
     assert first["everywhere"] == last["everywhere"] == last["output"]
@@ -55,13 +50,8 @@ def run(gather_output: bool) -> tuple[nn.Module, Any]:
     return model, None if output is None else output.tolist()
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
     PartialState(cpu=True)
     model, output = run(gather_output=False)
     held = sum(p.numel() for p in model.parameters() if not isinstance(p, Absent))
-    found = {"output": output, "everywhere": run(gather_output=True)[1], "held": held}
-    Path(sys.argv[1], f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return {"output": output, "everywhere": run(gather_output=True)[1], "held": held}

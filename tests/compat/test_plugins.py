@@ -6,14 +6,13 @@ import dataclasses
 import enum
 import functools
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 
 from windlass import utils
 from windlass.compat.plugin_engines import DeepSpeedPlugin
@@ -386,8 +385,7 @@ def test_a_mesh_needs_the_type_of_its_devices() -> None:
 
 @pytest.mark.dist
 def test_meshes_beside_accelerate(tmp_path: Path) -> None:
-    ranks = Path(__file__)
-    assert launch(4, ranks, tmp_path / "meeting").count("the meshes are right") == 4
+    on_ranks(4, main, tmp_path / "meeting")
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -397,9 +395,9 @@ def axes(mesh: Any, names: list[str]) -> dict[str, list[int]]:
     return {name: mesh[name].mesh.tolist() for name in names}
 
 
-def main() -> None:
+def main(meeting: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    join(World(rank, world, rank, world), torch.device("cpu"), 60, init_method=f"file://{sys.argv[1]}")
+    join(World(rank, world, rank, world), torch.device("cpu"), 60, init_method=f"file://{meeting}")
     for sizes, joint in (
         ({"dp_shard_size": 4}, ["dp", "dp_cp", "dp_shard_cp"]),
         ({"dp_replicate_size": 4}, ["dp", "dp_cp"]),
@@ -419,8 +417,3 @@ def main() -> None:
     assert ParallelismConfig().build_device_mesh("cpu") is None
     assert ParallelismConfig(sp_size=2).build_device_mesh("cpu") is None
     leave()
-    print("the meshes are right")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState as Peer
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.dist.same import assert_same
 
 from windlass.accelerator.accelerator import Accelerator
@@ -55,8 +54,7 @@ def fresh() -> Iterator[None]:
 @pytest.mark.dist
 def test_three_processes_beside_accelerate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
-    said = launch(3, Path(__file__), tmp_path / "meeting")
-    assert said.count("state is right") == 3
+    on_ranks(3, main, tmp_path / "meeting")
 
 
 def test_one_process_is_the_normal_case() -> None:
@@ -229,10 +227,10 @@ def singletons(state: PartialState) -> None:
         _ = state.device
 
 
-def main() -> None:
+def main(meeting: Path) -> None:
     with pytest.raises(ConfigError, match="port"):
         PartialState(port=1)
-    state = PartialState(timeout=timedelta(seconds=60), init_method=f"file://{sys.argv[1]}", backend="gloo")
+    state = PartialState(timeout=timedelta(seconds=60), init_method=f"file://{meeting}", backend="gloo")
     peer = Peer(cpu=True)
     who(state, peer)
     shares(state, peer)
@@ -240,8 +238,3 @@ def main() -> None:
     state.wait_for_everyone()
     singletons(state)
     leave()
-    print("state is right")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,12 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.dist.same import assert_same
 from transformers import trainer_pt_utils as reference
 from transformers import trainer_utils
+from transformers.training_args import ParallelMode as TheirMode
 
+from windlass import PartialState
+from windlass.compat import script_helpers, tensor_nests
 from windlass.compat import tensor_nests as ours
+from windlass.config.enums import ParallelMode
 
 NEST = {"a": torch.arange(6.0).reshape(2, 3), "b": [torch.ones(2), (torch.tensor([1, 2]),)]}
 WIDER = {"a": torch.arange(8.0).reshape(2, 4), "b": [torch.zeros(3), (torch.tensor([3]),)]}
@@ -92,4 +96,29 @@ def test_without_a_process_group_gathering_is_an_error() -> None:
 
 @pytest.mark.dist
 def test_two_processes_gather_as_the_reference(tmp_path: Path) -> None:
-    assert launch(2, Path(__file__).with_name("gathering_ranks.py"), tmp_path).count("agrees") == 2
+    on_ranks(2, main, tmp_path)
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def main(folder: Path) -> None:
+    state = PartialState(cpu=True)
+    rank = state.process_index
+    nest: Any = {"a": torch.full((2, 2), float(rank)), "b": [torch.tensor(rank), (torch.tensor([rank, 7]),)]}
+    assert_same(tensor_nests.distributed_concat(nest), reference.distributed_concat(nest))
+    assert_same(tensor_nests.distributed_concat(nest, 3), reference.distributed_concat(nest, 3))
+    wanted = reference.nested_gather(nest, TheirMode.DISTRIBUTED)
+    assert_same(tensor_nests.nested_gather(nest, ParallelMode.DISTRIBUTED), wanted)
+    assert_same(tensor_nests.nested_gather(nest, TheirMode.DISTRIBUTED), wanted)
+    assert tensor_nests.nested_gather(nest, ParallelMode.NOT_PARALLEL) is nest
+    numbers = tensor_nests.distributed_broadcast_scalars([rank, rank + 0.5], 3, device="cpu")
+    assert_same(numbers, reference.distributed_broadcast_scalars([rank, rank + 0.5], 3, device="cpu"))
+    assert script_helpers.total_processes_number(rank) == 2
+
+    with script_helpers.torch_distributed_zero_first(rank):
+        made = folder / "made-by-the-first"
+        if rank == 0:
+            made.touch()
+        assert made.exists()
+    state.destroy_process_group()

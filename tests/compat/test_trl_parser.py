@@ -43,6 +43,30 @@ def test_without_a_file(tmp_path: Path) -> None:
     assert TrlParser(Mine).parse_args_and_config(["--number", "5"]) == (Mine(5),)
 
 
+@dataclass
+class Optionals:
+    number: int | None = 3
+    word: str | None = "alpha"
+
+
+@pytest.mark.parametrize("text", ["none", "null", "None"])
+def test_an_optional_number_may_be_none_and_text_stays_text(text: str, tmp_path: Path) -> None:
+    """As in TRL 1.16."""
+    expected = (Optionals(None, text),)
+    assert TrlParser(Optionals).parse_args_and_config(["--number", text, "--word", text]) == expected
+    path = written(tmp_path, f"number: '{text}'\nword: '{text}'\n")
+    assert TrlParser(Optionals).parse_args_and_config(["--config", path]) == expected
+
+
+def test_a_default_in_the_file_counts_as_given(tmp_path: Path) -> None:
+    """As it does on the command line: a DeepSpeed configuration with another value contradicts it."""
+    path = written(tmp_path, "max_grad_norm: 1.0\n")
+    for words in (["--config", path], ["--max_grad_norm", "1.0"]):
+        (args,) = TrlParser(SFTConfig).parse_args_and_config(["--output_dir", str(tmp_path), *words])
+        assert args.is_given("max_grad_norm")
+        assert not args.is_given("weight_decay")
+
+
 def test_unknown_keys(tmp_path: Path) -> None:
     path = written(tmp_path, "number: 1\nother: 2\n")
     with pytest.raises(ValueError, match=r"Unknown arguments from config file: \['--other', '2'\]"):

@@ -1,4 +1,4 @@
-"""Run by `torch.distributed.run`: loaders whose ranks must communicate while they read."""
+"""Run on ranks: loaders whose ranks must communicate while they read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang, join, leave
 
-RANK, SIZE, CPU = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu")
+RANK, SIZE = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+CPU = torch.device("cpu")
 
 
 class Count(IterableDataset[Any]):
@@ -274,9 +275,4 @@ def main() -> None:
     for check in checks:
         check(gang)
         gang.barrier()
-        print(f"{check.__name__} on rank {RANK}: ok", flush=True)
     leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data import prepared_ranks
 from tests.data.cases import Augmented, Numbers
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from windlass.config.loop_options import DataLoaderConfiguration
@@ -225,7 +225,7 @@ def test_something_else_is_refused() -> None:
 
 @pytest.mark.dist
 def test_ranks_that_must_speak_to_each_other() -> None:
-    launch(3, Path(__file__).with_name("prepared_ranks.py"))
+    on_ranks(3, prepared_ranks.main)
 
 
 class WhoReads(Numbers):

@@ -51,12 +51,24 @@ def on_ranks(
     each, in rank order, as JSON has it. A world of 0 is one process without the variables of a launcher.
     """
     with tempfile.TemporaryDirectory(prefix="windlass-called-") as folder:
-        (call := Path(folder, "call")).write_bytes(pickle.dumps((function, arguments)))
-        codes, text = _run(
-            world, "tests.dist.rank_server", (), ROOT, timeout, environ or {}, {"call": str(call)}
-        )
+        call = Path(folder, "call")
+        codes, text = _call(world, function, arguments, call, timeout, environ or {})
         assert not any(codes), f"exit codes {codes}\n{text[-6000:]}"
         return [json.loads(Path(f"{call}.{rank}").read_text()) for rank in range(len(codes))]
+
+
+def failure_on_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 200,
+    environ: Mapping[str, str] | None = None,
+) -> str:
+    """As `on_ranks`, of a call that fails on a rank; return what they printed, on either stream."""
+    with tempfile.TemporaryDirectory(prefix="windlass-called-") as folder:
+        codes, text = _call(world, function, arguments, Path(folder, "call"), timeout, environ or {})
+        assert any(codes), f"no rank failed\n{text[-6000:]}"
+        return text
 
 
 def launch_as(*words: object, timeout: float = 200, cwd: Path = ROOT) -> str:
@@ -189,6 +201,19 @@ def _request(
         "environ": {**_environment(), **_FORKED, **environ},
         "cwd": str(cwd),
     }
+
+
+def _call(
+    world: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    call: Path,
+    timeout: float,
+    environ: Mapping[str, str],
+) -> tuple[list[int], str]:
+    """Write the call into a file for the ranks; return what `_run` does."""
+    call.write_bytes(pickle.dumps((function, arguments)))
+    return _run(world, "tests.dist.rank_server", (), ROOT, timeout, environ, {"call": str(call)})
 
 
 def _run(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
+import time
 
 import pytest
 import torch
-from tests.dist.launch import launch, on_ranks
+from tests.dist.launch import on_ranks
 from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
@@ -22,8 +22,6 @@ from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, Outside, current, join, leave
 from windlass.dist.listening import LOOPBACK, open_store
 from windlass.transforms.ddp import DataParallel, Replicated
-
-HERE = Path(__file__).parent
 
 
 def test_a_gang_of_one_asks_nobody() -> None:
@@ -77,13 +75,13 @@ def test_processes_exchange_and_replicate(world: int) -> None:
 
 @pytest.mark.dist
 def test_processes_meet_again_while_one_still_leaves() -> None:
-    launch(2, HERE / "rejoining_ranks.py", timeout=60)
+    on_ranks(2, meet_again, timeout=60)
 
 
 @pytest.mark.dist
 def test_they_meet_again_in_the_store_of_a_launcher() -> None:
     store, _ = open_store(LOOPBACK)
-    launch(2, HERE / "rejoining_ranks.py", store.port, timeout=60)
+    on_ranks(2, meet_again, store.port, timeout=60)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -210,3 +208,18 @@ def main() -> None:
     gang.barrier()
     leave()
     leave()
+
+
+MEETINGS, LATE_SECONDS = 4, 0.5
+
+
+def meet_again(port: int | None = None) -> None:
+    if port is not None:  # of a launcher's store
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    world = world_from_environment()
+    for meeting in range(MEETINGS):
+        gang = join(world, torch.device("cpu"), 20)
+        assert gang.gather_objects((meeting, world.rank)) == [(meeting, 0), (meeting, 1)]
+        if world.rank == meeting % 2:
+            time.sleep(LATE_SECONDS)
+        leave()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.docs.plain_reader import PlainReader
 from tests.laws.source import ROOT
 from tests.trainer.background_cases import trainer_of
@@ -55,7 +54,7 @@ def test_the_page_names_every_part_of_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_the_page_lets_a_stranger_read_the_parts_of_ranks(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
+    on_ranks(2, main, tmp_path)
     checkpoint = PlainReader(tmp_path / "checkpoint-4")
     assert checkpoint.manifest["world_size"] == 2
     weights = checkpoint.weights()
@@ -71,11 +70,7 @@ def test_the_page_lets_a_stranger_read_the_parts_of_ranks(tmp_path: Path) -> Non
 # --- what each rank runs ----------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    trainer = trainer_of(Path(sys.argv[1]), max_steps=4, fsdp="full_shard")
+def main(folder: Path) -> None:
+    trainer = trainer_of(folder, max_steps=4, fsdp="full_shard")
     trainer.train()
     trainer.save_model()
-
-
-if __name__ == "__main__":
-    main()

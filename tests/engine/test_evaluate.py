@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.engine import evaluate_ranks
 from tests.engine.evaluate_cases import (
     SIZES,
     TinyTagger,
@@ -35,8 +35,6 @@ from windlass.core.types import LossTerms
 from windlass.dist.gang import Gang
 from windlass.engine.evaluate import evaluation_loop
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def model() -> TinyTagger:
@@ -51,11 +49,10 @@ def test_every_batch_size_gives_the_same(model: TinyTagger, count: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_agree_with_one_process(world: int, tmp_path: Path) -> None:
-    report = tmp_path / "losses.json"
-    launch(world, HERE / "evaluate_ranks.py", report)
+def test_ranks_agree_with_one_process(world: int) -> None:
+    losses = on_ranks(world, evaluate_ranks.main)[0]
     expected = reference(TinyTagger(), 97)
-    assert all(abs(loss - expected) <= 1e-12 for loss in json.loads(report.read_text()))
+    assert all(abs(loss - expected) <= 1e-12 for loss in losses)
 
 
 @given(order=st.permutations(range(17)), cuts=st.sets(st.integers(1, 16)))

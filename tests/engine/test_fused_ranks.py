@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.engine.fused_cases import GALORE, Tied, rows, run
 from torch import nn
 from torch.utils.data import DataLoader
@@ -102,11 +100,11 @@ def own_loop(optimizer: Any) -> list[float]:
     return weights(model)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path) -> dict[str, Any]:
     said: dict[str, Any] = {"runs": runs(folder / "runs"), "resumed": resumed(folder / "resumed")}
     said["refused"] = refusals(folder / "refused")
     said["loops"] = [own_loop(kind) for kind in (Lomo, torch.optim.SGD)]
-    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
+    return said
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -117,9 +115,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("fused")
-    launch(2, Path(__file__), folder)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return on_ranks(2, main, tmp_path_factory.mktemp("fused"))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -158,7 +154,3 @@ def test_a_loop_with_lomo_is_one_with_sgd(ranks: list[dict[str, Any]]) -> None:
         ours, theirs = said["loops"]
         assert ours == pytest.approx(theirs, abs=1e-12)
     assert ranks[0]["loops"] == ranks[1]["loops"]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

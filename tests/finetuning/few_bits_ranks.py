@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +58,9 @@ def run(base: Path, folder: Path, resume: Path | None = None, first: bool = Fals
     }
 
 
-def main() -> None:
-    base, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    found = {
+def main(base: str, folder: Path) -> dict[str, Any]:
+    return {
         "whole": run(base, folder / "run"),
         "sent": run(base, folder / "sent", first=True),
         "resumed": run(base, folder / "run", folder / "run" / "checkpoint-2"),
     }
-    (folder / f"{WORLD}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

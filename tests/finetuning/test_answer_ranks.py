@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.finetuning import small
 
 from windlass import SFTTrainer
@@ -30,11 +28,11 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def test_the_same_answers_as_one_process(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
+    ranks = on_ranks(2, main, tmp_path)
     alone = story(tmp_path / "alone", 4)
     assert len({row["answer"] for row in alone["rows"]}) > 2, "the same text for all shows nothing"
     for form in FORMS:
-        said = [json.loads((tmp_path / f"{form}{rank}.json").read_text()) for rank in (0, 1)]
+        said = [found[form] for found in ranks]
         assert said[0]["sharded"] == said[1]["sharded"] == (form == "fsdp")
         assert said[0]["metrics"] == said[1]["metrics"] == alone["metrics"]
         assert said[0]["rows"] == alone["rows"]
@@ -68,11 +66,5 @@ def story(folder: Path, batch: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    for form, changes in FORMS.items():
-        (folder / f"{form}{rank}.json").write_text(json.dumps(story(folder / form, 2, **changes)))
-
-
-if __name__ == "__main__":
-    main()
+def main(folder: Path) -> dict[str, Any]:
+    return {form: story(folder / form, 2, **changes) for form, changes in FORMS.items()}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.finetuning import test_several_ranks
 
 from windlass import ParallelismConfig
@@ -33,11 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_ranks_that_divide_sequences_or_layers_are_one_process(tmp_path: Path, axis: str, ranks: int) -> None:
-    launch(ranks, Path(__file__), tmp_path, axis)
+    everywhere = on_ranks(ranks, main, tmp_path, axis)
     for name, case in CASES.items():
         alone = test_several_ranks.figures(tmp_path / name / "alone", **case)
-        for rank in range(ranks):
-            found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for found in everywhere:
             for ours, theirs in zip(found[name], alone, strict=True):
                 assert ours == pytest.approx(theirs, rel=2e-5), name
 
@@ -45,12 +41,11 @@ def test_ranks_that_divide_sequences_or_layers_are_one_process(tmp_path: Path, a
 # --- what each rank runs ----------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path, axis: str) -> dict[str, Any]:
     layouts = [ParallelismConfig(cp_size=2), ParallelismConfig(sp_size=2)]
-    if sys.argv[2] == "layers":
+    if axis == "layers":
         layouts = [ParallelismConfig(tp_size=2)] * 2
-    if sys.argv[2] == "shards of layers":
+    if axis == "shards of layers":
         layouts = [ParallelismConfig(tp_size=2, dp_shard_size=2)] * 2
     found = {}
     for layout, (name, case) in zip(layouts, CASES.items(), strict=False):
@@ -61,8 +56,4 @@ def main() -> None:
             **case,
         )
         leave()  # the next case has another layout
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

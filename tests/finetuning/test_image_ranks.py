@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.finetuning import small, vision_families
 from tests.finetuning.vision_families import family
 
@@ -21,8 +18,7 @@ pytest.importorskip("transformers")
 
 @pytest.mark.dist
 def test_two_ranks_are_one_process(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found, _ = on_ranks(2, main, tmp_path)
     for name in NAMES:
         alone = figures(tmp_path / name / "alone", name)
         for way in WAYS:
@@ -62,16 +58,9 @@ NAMES = ("llava", "qwen2.5-vl")
 WAYS: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": {"fsdp": "full_shard"}}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    found = {
+def main(folder: Path) -> dict[str, Any]:
+    return {
         f"{name} {way}": figures(folder / name / way, name, **options)
         for name in NAMES
         for way, options in WAYS.items()
     }
-    if torch.distributed.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

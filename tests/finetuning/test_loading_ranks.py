@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.finetuning import small
 from tests.finetuning.preferences import pairs, settings
 
@@ -94,8 +94,7 @@ def check(run: dict[str, Any], case: str, sizes: dict[str, int], reads: bool) ->
 def test_one_process_reads_the_weights(bases: Path, tmp_path: Path) -> None:
     sizes = {folder.name: (folder / "model.safetensors").stat().st_size for folder in bases.iterdir()}
     cases = [case for case in CASES if case not in LARGE]
-    launch(2, Path(__file__), bases, tmp_path, 2, *cases)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks(2, main, bases, tmp_path, cases)
     for case in cases:
         check(first[case], case, sizes, reads=True)
         check(second[case], case, sizes, reads=False)
@@ -106,8 +105,7 @@ def test_one_process_reads_the_weights(bases: Path, tmp_path: Path) -> None:
 def test_one_process_of_each_machine_reads_the_weights(bases: Path, tmp_path: Path) -> None:
     """Four processes that take themselves for two machines. The second has another embedding: rank 0's is trained."""
     sizes = {folder.name: (folder / "model.safetensors").stat().st_size for folder in bases.iterdir()}
-    launch(4, Path(__file__), bases, tmp_path, 2, *SHORT)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    found = on_ranks(4, main, bases, tmp_path, SHORT)
     for case in SHORT:
         for rank, run in enumerate(found):
             check(run[case], case, sizes, reads=rank % 2 == 0)
@@ -119,8 +117,7 @@ def test_one_process_of_each_machine_reads_the_weights(bases: Path, tmp_path: Pa
 def test_other_processes_have_no_memory_for_the_base(bases: Path, tmp_path: Path) -> None:
     """The peak of resident memory while a trainer is made."""
     size = (bases / "large" / "model.safetensors").stat().st_size
-    launch(2, Path(__file__), bases, tmp_path, 2, *LARGE)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks(2, main, bases, tmp_path, LARGE)
     for case in LARGE:
         each, sent = second[case]["each"], second[case]["first"]
         assert sent["made_with"] < size / 8, case
@@ -287,21 +284,15 @@ def read_another_embedding() -> None:
     transformers.PreTrainedModel.from_pretrained = classmethod(other)  # type: ignore[assignment]
 
 
-def main() -> None:
-    bases, folder, machine, cases = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
-    rank = int(os.environ["RANK"])
+def main(bases: Path, folder: Path, cases: Iterable[str]) -> dict[str, Any]:
+    rank, machine = int(os.environ["RANK"]), 2  # processes of a machine
     os.environ.update(LOCAL_RANK=str(rank % machine), LOCAL_WORLD_SIZE=str(machine))
     if rank >= machine:
         read_another_embedding()
-    found = {
+    return {
         case: {
             word: run(bases, folder / f"{case}-{word}", word == "first", **CASES[case])
             for word in ("each", "first")
         }
         for case in cases
     }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
-from tests.finetuning import small
+from tests.dist.launch import on_ranks
+from tests.finetuning import few_bits_ranks, small
 from tests.finetuning.test_sft_trainer import trainer_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -348,11 +347,9 @@ def test_a_base_of_four_bits_is_sharded(tmp_path: Path) -> None:
     """Two ranks with half of the packed weights each equal one process, and resume to the bit."""
     pytest.importorskip("bitsandbytes")
     name = small.saved(tmp_path / "base", hidden_size=64, intermediate_size=64)
-    for ranks in (1, 2):
-        launch(ranks, Path(__file__).with_name("few_bits_ranks.py"), name, tmp_path)
-    alone, first, second = (
-        json.loads((tmp_path / f"{run}.json").read_text()) for run in ("1-0", "2-0", "2-1")
-    )
+    alone, first, second = [
+        found for ranks in (1, 2) for found in on_ranks(ranks, few_bits_ranks.main, name, tmp_path)
+    ]
     assert (first["sent"].pop("empty"), second["sent"].pop("empty")) == (0, 4), (
         "the first process alone has them"
     )

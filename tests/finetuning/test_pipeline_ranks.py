@@ -4,14 +4,11 @@ killed ends with the same bits.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import failure_on_ranks, on_ranks
 from tests.finetuning import small, test_dpo_ranks, test_preference_ranks, test_several_ranks
 from tests.finetuning.preferences import pairs, settings
 from tests.trainer.resume_cases import kill
@@ -58,10 +55,9 @@ SCHEDULES = {"packed": "Interleaved1F1B", "completions": "GPipe", "smoothed": "G
 )
 def test_two_stages_are_one_process(tmp_path: Path, name: str) -> None:
     """In an evaluation too, with losses that the model's own forward does not have."""
-    launch(2, Path(__file__), tmp_path, name)
+    ranks = on_ranks(2, in_stages, tmp_path, name)
     alone = test_several_ranks.figures(tmp_path / "alone", **CASES[name])
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    for found in ranks:
         for ours, theirs in zip(found, alone, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-5)
 
@@ -70,15 +66,15 @@ def test_two_stages_are_one_process(tmp_path: Path, name: str) -> None:
 def test_preferences_in_two_stages_are_one_process(tmp_path: Path) -> None:
     """Losses, norms and all figures, with the reference that the stages compute before training."""
     pytest.importorskip("peft")
-    launch(2, Path(__file__), tmp_path, "preferences", environ={"WINDLASS_HOME": str(tmp_path)})
+    ranks = on_ranks(2, preferences, tmp_path, environ={"WINDLASS_HOME": str(tmp_path)})
     for name in (*PREFERENCES, *SINGLE):
         if name in PREFERENCES:
             alone = test_dpo_ranks.figures(tmp_path / "alone" / name, **PREFERENCES[name])
         else:
             trainer = test_preference_ranks.trained(tmp_path / "alone" / name, **SINGLE[name])
             alone = test_preference_ranks.reports(trainer)
-        for rank in range(2):
-            found = json.loads((tmp_path / f"rank{rank}.json").read_text())[name]
+        for rank, everything in enumerate(ranks):
+            found = everything[name]
             # In the first update the model is the reference: which answer it prefers is rounding.
             for reported in (found[0], alone[0]):
                 reported.pop("rewards/accuracies", None)
@@ -90,24 +86,14 @@ def test_preferences_in_two_stages_are_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", ["1", pytest.param("all", marks=pytest.mark.slow)])
 def test_preferences_of_killed_stages_end_with_the_same_bits(tmp_path: Path, rank: str) -> None:
     """One rank, or all of them, are killed before the update of the third step is made."""
-
-    def run(place: str, killed: str = "", expect: int = 0) -> list[Any]:
-        home = {"WINDLASS_HOME": str(tmp_path / place)}
-        launch(2, Path(__file__), tmp_path / place, f"killed {killed}", environ=home, expect=expect)
-        return (
-            [] if expect else [json.loads((tmp_path / place / f"rank{r}.json").read_text()) for r in (0, 1)]
-        )
-
-    for place in ("whole", "killed"):
-        (tmp_path / place).mkdir()
-    whole = run("whole")
-    run("killed", rank, expect=1)
-    assert not (tmp_path / "killed" / "rank0.json").exists()
+    homes = {name: {"WINDLASS_HOME": str(tmp_path / name)} for name in ("whole", "killed")}
+    whole = on_ranks(2, killed, tmp_path / "whole", "", environ=homes["whole"])
+    failure_on_ranks(2, killed, tmp_path / "killed", rank, environ=homes["killed"])
     saved = {path.name for path in (tmp_path / "killed").glob("checkpoint-*")}
     assert "checkpoint-1" in saved < {"checkpoint-1", "checkpoint-2", "checkpoint-3"}, (
         "the second may not be whole yet"
     )
-    assert run("killed") == whole
+    assert on_ranks(2, killed, tmp_path / "killed", "", environ=homes["killed"]) == whole
     assert len(whole[0][1]) == 4, "the reports of all updates"
 
 
@@ -148,21 +134,8 @@ def killed(folder: Path, rank: str) -> list[Any]:
     return test_preference_ranks.bits(trainer)
 
 
-def main() -> None:
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    result = folder / f"rank{os.environ['RANK']}.json"
-    if name == "preferences":
-        result.write_text(json.dumps(preferences(folder)))
-        return
-    if name.startswith("killed"):
-        result.write_text(json.dumps(killed(folder, name.partition(" ")[2])))
-        return
+def in_stages(folder: Path, name: str) -> list[dict[str, float]]:
     layout = ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(SCHEDULES[name]))
-    found = test_several_ranks.figures(
+    return test_several_ranks.figures(
         folder / name, per_device_train_batch_size=2, parallelism_config=layout, **CASES[name]
     )
-    result.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,14 +4,11 @@ continue.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.finetuning.test_preference_ranks import Stop, reports, trainer_of
 from tests.zero.needed import needs_deepspeed
 from tests.zero.runs import config
@@ -24,8 +21,7 @@ pytest.importorskip("transformers")
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks_are_one_process(tmp_path: Path, stage: int) -> None:
-    launch(2, Path(__file__), tmp_path, stage)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found, _ = on_ranks(2, main, tmp_path, stage)
     for name, case in CASES.items():
         trainer = made(tmp_path / name / "alone", **case)
         trainer.train()
@@ -64,16 +60,10 @@ def run(folder: Path, stage: int, case: dict[str, Any], *, cut: bool = False, re
     return None if cut else reports(trainer)
 
 
-def main() -> None:
-    folder, stage = Path(sys.argv[1]), int(sys.argv[2])
+def main(folder: Path, stage: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         found[name] = run(folder / name / "whole", stage, case)
         run(folder / name / "cut", stage, case, cut=True)
         found[f"{name} resumed"] = run(folder / name / "cut", stage, case, resume=True)
-    if torch.distributed.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

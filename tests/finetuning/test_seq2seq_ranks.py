@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.finetuning.test_seq2seq_trainer import exact_share
 from tests.finetuning.tiny import encoder_decoder, pairs, settings, tokenizer
 
@@ -24,9 +22,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("seq2seq")
-    launch(2, Path(__file__), folder)
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks(2, main, tmp_path_factory.mktemp("seq2seq"))
     assert first == second, "ranks disagree"
     return first  # type: ignore[no-any-return]
 
@@ -50,7 +46,6 @@ def test_the_same_text_as_one_process(form: str, said: dict[str, Any], alone: di
 # --- what each rank runs ----------------------------------------------------------------------------------------------
 
 
-RANK = int(os.environ.get("RANK", 0))
 EVALUATED = 11
 SHARDED: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"transformer_layer_cls_to_wrap": "T5Block"}}
 
@@ -83,11 +78,5 @@ def story(folder: Path, batch: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    said = {"ddp": story(folder / "ddp", 2), "fsdp": story(folder / "fsdp", 2, **SHARDED)}
-    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main()
+def main(folder: Path) -> dict[str, Any]:
+    return {"ddp": story(folder / "ddp", 2), "fsdp": story(folder / "fsdp", 2, **SHARDED)}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.finetuning import small
 
 from windlass import SFTTrainer
@@ -21,8 +18,7 @@ pytest.importorskip("peft")
 
 @pytest.mark.dist
 def test_two_ranks_are_one_process(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found, _ = on_ranks(2, main, tmp_path)
     for name, case in CASES.items():
         alone = figures(tmp_path / name / "alone", **case)
         for way in WAYS:
@@ -86,16 +82,9 @@ CASES: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": SHARDED}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    found = {
+def main(folder: Path) -> dict[str, Any]:
+    return {
         f"{name} {way}": figures(folder / name / way, **case, **options)
         for name, case in CASES.items()
         for way, options in WAYS.items()
     }
-    if torch.distributed.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

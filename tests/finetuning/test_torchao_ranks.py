@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.finetuning import small
 
 from windlass import SFTTrainer
@@ -25,11 +23,10 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 @pytest.mark.dist
 def test_two_ranks_with_a_base_each_are_one_process(tmp_path: Path) -> None:
     name = small.saved(tmp_path / "base", hidden_size=64, intermediate_size=64)
-    launch(2, Path(__file__), name, tmp_path)
+    ranks = on_ranks(2, main, name, tmp_path)
     alone = trainer(name, tmp_path / "alone")
     alone.train()
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in ranks:
         assert found == pytest.approx(losses(alone), rel=1e-5)
 
 
@@ -64,11 +61,7 @@ def losses(run: SFTTrainer) -> list[float]:
     return [row["loss"] for row in run.state.log_history if "loss" in row]
 
 
-def main() -> None:
-    run = trainer(sys.argv[1], Path(sys.argv[2]) / "run")
+def main(model: str, folder: Path) -> list[float]:
+    run = trainer(model, folder / "run")
     run.train()
-    (Path(sys.argv[2]) / f"{os.environ['RANK']}.json").write_text(json.dumps(losses(run)))
-
-
-if __name__ == "__main__":
-    main()
+    return losses(run)

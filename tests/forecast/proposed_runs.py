@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 from windlass.core.errors import WindlassError
-from windlass.core.world import world_from_environment
 from windlass.dist.gang import leave
 from windlass.recipes.recipe import load_recipe, training_arguments
 from windlass.recipes.tasks import TASKS
@@ -21,8 +18,7 @@ def train(path: str, overrides: list[str]) -> None:
     task.open_trainer(task.build_parts(recipe, args), args).train()
 
 
-def main() -> None:
-    path, folder, cases = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+def main(path: Path, folder: Path, cases: dict[str, list[str]]) -> dict[str, str]:
     said = {}
     for name, overrides in cases.items():
         try:
@@ -31,8 +27,4 @@ def main() -> None:
         except WindlassError as error:
             said[name] = str(error)
         leave()  # the next one has another layout
-    (folder / f"rank{world_from_environment().rank}.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main()
+    return said

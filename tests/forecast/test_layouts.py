@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.forecast import proposed_runs
 from tests.forecast.models import trainer
 from tests.forecast.proposed_runs import train
 
@@ -153,9 +154,7 @@ def check_proposals(folder: Path, model: str, world: int, chosen: Sequence[Layou
     recipe.write_text(adapter + RECIPE.format(config=json.dumps(CONFIGS[model])))
     cases = {str(number): list(layout.overrides({})) for number, layout in enumerate(chosen)}
     planned = {name: said_by_plan(recipe, overrides, world) for name, overrides in cases.items()}
-    launch(world, Path(__file__).with_name("proposed_runs.py"), recipe, folder, json.dumps(cases))
-    for rank in range(world):
-        ran = json.loads((folder / f"rank{rank}.json").read_text())
+    for rank, ran in enumerate(on_ranks(world, proposed_runs.main, recipe, folder, cases)):
         for name, overrides in cases.items():
             assert planned[name] == ran[name], (overrides, rank)
 

@@ -25,6 +25,7 @@ EXAMPLES: list[dict[str, Any]] = [
     {"prompt": "a b", "completion": "c"},
     {"conversations": [{"from": "user", "value": "x"}, {"from": "assistant", "value": "y"}]},
     {"conversations": "x"},
+    {"conversations": [{"from": "user", "value": "x"}], "messages": [U, A]},
     {"messages": [{"from": "user", "value": "x"}]},
     {"chosen": "The sky is blue", "rejected": "The sky is green"},
     {"chosen": "The sky", "rejected": "The sky is green"},

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,15 +190,10 @@ def layout(given: dict[str, Any]) -> dict[str, Any]:
     return {"parallelism_config": given if options else ParallelismConfig(**given)} if given else {}
 
 
-def main() -> None:
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+def main(folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
     found = {}
     with double_precision():  # also of what models compute in single precision, whose rounding hides faults
         for case, (name, parallel, changes) in cases.items():
             found[case] = train(name, folder / case, **layout(parallel), **changes)
             leave()  # the next case may have another layout
-    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,9 +1,8 @@
-"""Run by `torch.distributed.run`: two ranks continue what one process of transformers' Trainer began."""
+"""Run on ranks: two ranks continue what one process of transformers' Trainer began."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from windlass.checkpoint.tensor_file import open_tensors
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import is_sharded, whole
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 
 
 class InOrder(Trainer):
@@ -52,9 +51,8 @@ def broken_on_all(folder: Path) -> None:
         trainer(folder / "broken").train(resume_from_checkpoint=str(folder / "theirs" / "checkpoint-4"))
 
 
-if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    continued(where, "replicated")
-    continued(where, "sharded", fsdp="full_shard")
-    broken_on_all(where)
-    trainer(where / "end").end()
+def main(folder: Path) -> None:
+    continued(folder, "replicated")
+    continued(folder, "sharded", fsdp="full_shard")
+    broken_on_all(folder)
+    trainer(folder / "end").end()

@@ -1,10 +1,8 @@
-"""Run by `torch.distributed.run`: runs that are evaluated in few bits once they have ended."""
+"""Run on ranks: runs that are evaluated in few bits once they have ended."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +50,9 @@ def losses_of(trainer: Trainer) -> dict[str, Any]:
     return {"losses": losses, "predicted": trainer.predict(rows()[:3]).metrics["test_loss"]}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    found = {
+def main(folder: Path) -> dict[str, Any]:
+    return {
         f"{way} {cast}": evaluated(folder / f"{way} {cast}", cast, **strategy)
         for way, strategy in WAYS.items()
         for cast in ("bf16", "fp16")
     }
-    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

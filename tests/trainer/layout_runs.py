@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.dist.launch import launch
+from tests.dist.launch import failure_on_ranks, on_ranks
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]  # model, layout, arguments
 Results = list[dict[str, dict[str, list[float]]]]  # of each rank, by case
@@ -17,16 +17,15 @@ Run = Callable[..., Results]
 DOUBLE = 1e-10  # rounding in float64
 
 
-def runner(script: Path, folders: Callable[[], Path]) -> Run:
-    """Return a function that runs cases by `script` on some ranks, in a folder given or in one of `folders`. What one
+def runner(main: Callable[..., Any], folders: Callable[[], Path]) -> Run:
+    """Return a function that runs cases by `main` on some ranks, in a folder given or in one of `folders`. What one
     process comes to is computed once for all tests that ask.
     """
     alone: dict[str, dict[str, list[float]]] = {}
 
     def launched(world: int, cases: dict[str, Case], folder: Path) -> Results:
         folder.mkdir(exist_ok=True)
-        launch(world, script, folder, json.dumps(cases))
-        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+        return on_ranks(world, main, folder, cases)
 
     def run(world: int, cases: dict[str, Case], folder: Path | None = None) -> Results:
         if world > 1 or folder is not None:
@@ -98,7 +97,13 @@ def check_continued(
 
 
 def check_killed(
-    run: Run, script: Path, folder: Path, case: Case, ranks: int, steps: Sequence[int], updates: int = 6
+    run: Run,
+    main: Callable[..., Any],
+    folder: Path,
+    case: Case,
+    ranks: int,
+    steps: Sequence[int],
+    updates: int = 6,
 ) -> str:
     """A run whose last rank is killed at the end of some updates, and before the update of others, and continued each
     time, ends with the bits of one that was not. Return what the other ranks said last.
@@ -111,7 +116,7 @@ def check_killed(
     for number, step in enumerate(steps):
         event = ("on_step_end", "on_pre_optimizer_step")[number % 2]
         struck: Case = (model, layout, {**saving, "killed_at": step, "killed_on": event})
-        said = launch(ranks, script, killed, json.dumps({"x": struck}), expect=1)
+        said = failure_on_ranks(ranks, main, killed, {"x": struck})
         assert "eval_loss" not in said
     found = run(ranks, {"x": (model, layout, saving)}, killed)
     assert [one["x"]["weights"] for one in found] == [one["x"]["weights"] for one in whole]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,8 +170,7 @@ def weights_of(model: nn.Module) -> Tensor:
     return torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
 
 
-def main() -> None:
-    folder, strategy, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+def main(folder: Path, strategy: str, names: list[str]) -> None:
     sharding = {"fsdp": "full_shard", "fsdp_config": {"version": 2}} if strategy == "fsdp" else {}
     trainer = None
     for name in names:
@@ -187,7 +185,3 @@ def main() -> None:
             torch.save(found, folder / f"{name}.pt")
     assert trainer is not None
     trainer.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,7 @@
-"""Run by `torch.distributed.run`: a loss that calls `self.model`, past the wrapper that reduces gradients."""
+"""Run on ranks: a loss that calls `self.model`, past the wrapper that reduces gradients."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,13 @@ class PastTheWrapper(Trainer):
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> str:
+    said = ""
     trainer = trainer_for(folder / "out", PastTheWrapper)
     try:
         trainer.train()
     except ModelError as error:
-        (folder / f"rank{os.environ['RANK']}.txt").write_text(str(error))
+        said = str(error)
     trainer.accelerator.wait_for_everyone()  # the sums of the group that was fetched ahead are still under way
     trainer.end()
-
-
-if __name__ == "__main__":
-    main()
+    return said

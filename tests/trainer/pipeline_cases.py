@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,17 +31,17 @@ from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 
-for _name, (_kind, _options) in context_cases.MODELS.items():
-    context_cases.MODELS[_name] = (_kind, context_cases.deep(_options))
-context_cases.MODELS["late experts"] = (  # of the second stage alone
-    "Qwen3MoeConfig",
-    context_cases.MODELS["qwen3_moe"][1]
-    | {"mlp_only_layers": [0, 1], "output_router_logits": True, "router_aux_loss_coef": 5.0},
-)
-context_cases.MODELS["dropping"] = (
-    "LlamaConfig",
-    context_cases.MODELS["tied"][1] | {"attention_dropout": 0.2},
-)
+
+def deepen_models() -> None:
+    """Give the models of this process layers for all stages, and add two."""
+    models = context_cases.MODELS
+    models.update({name: (kind, context_cases.deep(options)) for name, (kind, options) in models.items()})
+    models["late experts"] = (  # of the second stage alone
+        "Qwen3MoeConfig",
+        models["qwen3_moe"][1]
+        | {"mlp_only_layers": [0, 1], "output_router_logits": True, "router_aux_loss_coef": 5.0},
+    )
+    models["dropping"] = ("LlamaConfig", models["tied"][1] | {"attention_dropout": 0.2})
 
 
 class Block(nn.Module):
@@ -227,8 +225,8 @@ def train(
     }
 
 
-def main() -> None:
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+def main(folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
+    deepen_models()
     found: dict[str, Any] = {}
     for case, (name, parallel, changes) in cases.items():
         precision = contextlib.nullcontext() if changes.get("single") else double_precision()
@@ -238,8 +236,4 @@ def main() -> None:
             except (ConfigError, ModelError) as error:
                 found[case] = {"error": str(error)}
             leave()  # the next case may have another layout
-    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

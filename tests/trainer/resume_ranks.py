@@ -1,4 +1,4 @@
-"""Run by `torch.distributed.run`: kills a run of this world at the steps given, one after another, and resumes it.
+"""Run on ranks: kills a run of this world at the steps given, one after another, and resumes it.
 
 Every run is a child of the launched process, because it is killed; the children meet over a file of their own. One rank
 is killed at a time, in turn; the others lose their connection to it, as they would on a cluster.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -51,8 +50,7 @@ def report(folder: Path, name: str, **how: Any) -> None:
     (folder / f"{name}-{RANK}.json").write_text(json.dumps(said))
 
 
-def main() -> None:
-    folder, steps = Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]
+def main(folder: Path, steps: list[int]) -> None:
     assert together(folder, "whole", lambda: report(folder, "whole")) == 0
     for step in steps:
         victim = step % WORLD
@@ -63,7 +61,3 @@ def main() -> None:
         )
         assert code == KILLED if victim == RANK else code != 0, f"step {step}, rank {RANK}: {code}"
     assert together(folder, "resumed", lambda: report(folder, "killed", resume=True)) == 0
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch, on_ranks
-from tests.trainer.adapter_cases import adapted, base, stretch
+from tests.dist.launch import on_ranks
+from tests.trainer.adapter_cases import adapted, base, prompted, rows, stretch
 
 from windlass import TrainerCallback
 from windlass.checkpoint.adapters import checksum, find_adapter, load_adapter
@@ -152,7 +152,7 @@ def test_two_ranks_replicated_and_sharded(tmp_path: Path) -> None:
 def test_learnt_prompts_train_and_continue_on_two_ranks(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    launch(2, Path(__file__).with_name("prompt_ranks.py"), tmp_path, kind)
+    on_ranks(2, with_learnt_prompts, tmp_path, kind == "sharded")
     for form in ("prompt", "prefix", "encoder"):
         saved = [tmp_path / form / run / "checkpoint-3" for run in ("whole", "resumed")]
         names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in saved]
@@ -201,3 +201,15 @@ def main(folder: Path) -> None:
     for name, strategy, other in (("replicated", {}, SHARDED), ("sharded", SHARDED, {})):
         goes_on_with_the_same_bits(folder / name, **strategy)
         goes_on_under_the_other(folder / name, strategy, other)
+
+
+def with_learnt_prompts(folder: Path, sharded: bool) -> None:
+    strategy = {"fsdp": "full_shard"} if sharded else {}
+    for kind in ("prompt", "prefix", "encoder"):
+        whole = stretch(folder / kind / "whole", 3, False, model=prompted(kind), **strategy)
+        stretch(folder / kind / "resumed", 2, False, model=prompted(kind), **strategy)
+        resumed = stretch(folder / kind / "resumed", 3, True, model=prompted(kind), **strategy)
+        assert any(is_sharded(p) for p in resumed.model.parameters()) == sharded
+        losses = [trainer.evaluate(rows()[:8])["eval_loss"] for trainer in (whole, resumed)]
+        assert losses[0] == losses[1]
+        resumed.save_model(str(folder / kind / "final"))

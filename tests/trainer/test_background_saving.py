@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.background_cases import Noting, SlowDisk, Weights, trainer_of
 
 from windlass import Trainer, TrainerCallback
@@ -23,8 +21,6 @@ from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError, ConfigError, PeerError
 from windlass.trainer import run_checkpoints
-
-HERE = Path(__file__).parent
 
 
 def saved_weights(folder: Path, step: int) -> torch.Tensor:
@@ -167,8 +163,7 @@ def test_times_and_sizes_that_are_none_are_refused_together(folder: Path) -> Non
 
 @pytest.mark.dist
 def test_ranks_agree_while_they_train(folder: Path) -> None:
-    launch(2, Path(__file__), folder)
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    first, second = on_ranks(2, main, folder)
     for rank in (first, second):
         assert "object" in rank.pop("unsavable")
         assert "a prediction's own mistake" in rank.pop("prediction")
@@ -338,9 +333,8 @@ def shared_memory(folder: Path) -> list[int]:
     return [*needed[1::2], *(learned - step for step, learned, _ in trainer.notes[:1])]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    said = {
+def main(folder: Path) -> dict[str, Any]:
+    return {
         "slow": slow(folder / "slow"),
         "sharded": slow(folder / "sharded", fsdp="full_shard"),
         "failing": failing(folder / "failing"),
@@ -350,8 +344,3 @@ def main() -> None:
         "refused": refused_in_evaluation(folder / "refused"),
         "memory": shared_memory(folder / "memory"),
     }
-    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.small import Net, arguments, recorder, rows
 from tests.trainer.test_losses import samples, trainer_for
 
@@ -25,8 +23,6 @@ from windlass import (
 )
 from windlass.callbacks.samples_log import SamplesLog
 from windlass.core.events import EVENTS
-
-HERE = Path(__file__).parent
 
 
 def test_every_event_of_a_run_and_what_comes_with_it(tmp_path: Path) -> None:
@@ -230,10 +226,7 @@ def test_everything_is_there_before_training(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_what_one_rank_asks_for_all_do(folder: Path) -> None:
-    launch(2, Path(__file__), folder, timeout=100)
-    assert [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)] == [
-        [2, [2], [0, 1, 2]]
-    ] * 2
+    assert on_ranks(2, main, folder, timeout=100) == [[2, [2], [0, 1, 2]]] * 2
     assert [path.name for path in (folder / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
@@ -288,17 +281,12 @@ def before_the_first_update(folder: Path) -> list[int]:
     return [stopped.state.global_step, evaluated, one_epoch.state.global_step]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> list[Any]:
     early = before_the_first_update(folder)
     trainer = trainer_for(folder / "run", max_steps=6, eval_dataset=samples(5), ddp_timeout=30)
     if RANK == 1:
         trainer.add_callback(Asking)
     trainer.train()
     logged = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
-    (folder / f"rank{RANK}.json").write_text(json.dumps([trainer.state.global_step, logged, early]))
     trainer.end()
-
-
-if __name__ == "__main__":
-    main()
+    return [trainer.state.global_step, logged, early]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.trainer.context_cases import main
 from tests.trainer.layout_runs import (
     DOUBLE,
     Case,
@@ -21,13 +22,12 @@ from tests.trainer.layout_runs import (
 )
 
 pytest.importorskip("transformers")
-CASES = Path(__file__).with_name("context_cases.py")
 RING, ULYSSES, TENSOR = {"cp_size": 2}, {"sp_size": 2}, {"tp_size": 2}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return runner(CASES, lambda: tmp_path_factory.mktemp("context"))
+    return runner(main, lambda: tmp_path_factory.mktemp("context"))
 
 
 @pytest.mark.dist
@@ -196,9 +196,7 @@ def test_shards_of_divided_layers_are_continued_on_any_layout_and_back(run: Run,
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_killed_run_of_shards_of_divided_layers_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
-    check_killed(
-        run, CASES, tmp_path, ("tied", {"tp_size": 2, "dp_shard_size": 2}, {"fsdp": True}), 4, (3, 5)
-    )
+    check_killed(run, main, tmp_path, ("tied", {"tp_size": 2, "dp_shard_size": 2}, {"fsdp": True}), 4, (3, 5))
 
 
 @pytest.mark.slow

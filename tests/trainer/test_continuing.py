@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import continuing_ranks
 from tests.trainer.small import Net, bert, llama, rows, settings, text_rows, token_rows
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -168,7 +169,7 @@ def test_ranks_continue_it_together(tmp_path: Path) -> None:
     """Two processes of half the batch, replicated and sharded."""
     other = theirs(tmp_path / "theirs", Net(), rows(18))
     save_weights(tmp_path, other.model.state_dict(), name="end.safetensors")
-    launch(2, Path(__file__).parent / "continuing_ranks.py", tmp_path)
+    on_ranks(2, continuing_ranks.main, tmp_path)
 
 
 def test_the_optimizer_is_the_same_to_the_bit(tmp_path: Path) -> None:

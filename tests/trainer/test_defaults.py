@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer.nonfinite_cases import Weights, trainer_for
 from tests.trainer.small import arguments
 
 from windlass import Trainer
@@ -22,8 +23,7 @@ class OwnOptimizer(Trainer):
 
 @pytest.mark.dist
 def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
-    launch(2, Path(__file__).with_name("output_ranks.py"), tmp_path)
-    said = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(2)]
+    said = on_ranks(2, into_a_file, tmp_path)
     assert said[0] == said[1]
     assert "output_dir=" in said[0]
     assert "can't be written" in said[0]
@@ -53,3 +53,18 @@ def test_objects_beside_the_same_section_of_deepspeeds_configuration_are_refused
     del config["optimizer"], config["scheduler"]
     Trainer(model, arguments(tmp_path, deepspeed=config), optimizers=(optimizer, schedule))
     OwnOptimizer(model, arguments(tmp_path, deepspeed=config))
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def into_a_file(folder: Path) -> str:
+    said = ""
+    (folder / "a file").touch()
+    trainer = trainer_for(folder / "a file" / "out", None, Weights())
+    try:
+        trainer.train()
+    except ConfigError as error:
+        said = str(error)
+    trainer.end()
+    return said

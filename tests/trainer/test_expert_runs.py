@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.trainer.context_cases import main
 from tests.trainer.layout_runs import (
     Case,
     Run,
@@ -15,14 +16,13 @@ from tests.trainer.layout_runs import (
 )
 
 pytest.importorskip("transformers")
-CASES = Path(__file__).with_name("context_cases.py")
 EXPERTS, LAYERS, SEQUENCES = {"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "cp_size": 2}
 ONE, TWO, FOUR = ({"per_device_train_batch_size": rows} for rows in (1, 2, 4))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return runner(CASES, lambda: tmp_path_factory.mktemp("experts"))
+    return runner(main, lambda: tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.dist
@@ -94,7 +94,7 @@ def test_experts_with_two_other_axes(run: Run) -> None:
 
 @pytest.mark.dist
 def test_a_killed_run_of_divided_experts_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
-    check_killed(run, CASES, tmp_path, ("balanced", EXPERTS, {**ONE, "own_loss": True}), 2, (2,), updates=4)
+    check_killed(run, main, tmp_path, ("balanced", EXPERTS, {**ONE, "own_loss": True}), 2, (2,), updates=4)
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_a_killed_run_of_divided_experts_ends_with_the_same_bits(run: Run, tmp_p
 def test_killed_runs_of_experts_end_with_the_same_bits(
     run: Run, tmp_path: Path, layout: dict[str, int], changes: dict[str, object]
 ) -> None:
-    check_killed(run, CASES, tmp_path, ("mixtral", layout, {**ONE, **changes}), 4, (2, 3, 5))
+    check_killed(run, main, tmp_path, ("mixtral", layout, {**ONE, **changes}), 4, (2, 3, 5))
 
 
 @pytest.mark.dist

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+import torch
+from tests.dist.launch import on_ranks
 from tests.trainer.background_cases import trainer_of
 
 from windlass import TrainerCallback
@@ -20,8 +21,6 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.trainer import run_checkpoints
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -172,8 +171,7 @@ def test_nothing_is_written_below_a_mount_that_is_gone(folder: Path, tmp_path: P
 
 @pytest.mark.dist
 def test_an_error_of_one_rank_is_one_of_all(folder: Path) -> None:
-    launch(2, HERE / "failing_saves_ranks.py", folder)
-    told = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
+    told = on_ranks(2, main, folder)
     assert told[0] == told[1]
     passing, last, limit, gathered = told[0]
     assert gathered[-1] == 6, "no rank waited for the first one, whose folder was away at step 4"
@@ -182,3 +180,71 @@ def test_an_error_of_one_rank_is_one_of_all(folder: Path) -> None:
     assert "its last save failed" in last["error"]
     assert last["steps"] == [4]
     assert limit["error"].startswith("training ends at step")
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def run(folder: Path, refused: Callable[[int], bool], number: int, **how: Any) -> dict[str, Any]:
+    """A run in which rank 1 cannot write the steps for which `refused` says so."""
+    before = Files.before
+
+    def refuse(files: Files, operation: str, path: Path) -> None:
+        stem = path.parent.name.rpartition("-")[2]
+        if RANK == 1 and path.parent.name.startswith("tmp-checkpoint-") and refused(int(stem)):
+            raise OSError(number, os.strerror(number), str(path))
+        before(files, operation, path)
+
+    Files.before = refuse  # type: ignore[method-assign]
+    error = None
+    try:
+        trainer_of(folder, **how).train()
+    except CheckpointError as raised:
+        error = str(raised).split(":")[0]
+    Files.before = before  # type: ignore[method-assign]
+    torch.distributed.barrier()
+    return {"error": error, "steps": [info.step for info in Store(folder).list()]}
+
+
+class FolderAway(TrainerCallback):
+    """On rank 0 a file is in place of the output folder, from update 3 to update 5."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir)
+        if RANK == 0 and state.global_step == 3:
+            shutil.rmtree(folder)
+            folder.touch()
+        if RANK == 0 and state.global_step == 5:
+            folder.unlink()
+
+
+def gathered(folder: Path) -> list[int]:
+    """The steps that are saved by ranks that gather their shards on the first one, whose folder is away for a while."""
+    parts = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+    changes = {"save_steps": 2, "max_steps": 6, "save_in_background": False, "ddp_timeout": 30}
+    trainer_of(folder, FolderAway(), **parts, **changes).train()
+    torch.distributed.barrier()
+    return [info.step for info in Store(folder).list()]
+
+
+def main(root: Path) -> list[Any]:
+    run_checkpoints.FIRST_PAUSE = 0.0
+    run_checkpoints.time.sleep = lambda seconds: None  # between attempts at a last save
+    told = [
+        run(
+            root / "passing",
+            lambda step: step in (4, 8),
+            errno.ESTALE,
+            save_steps=4,
+            max_steps=12,
+            save_in_background=False,
+        ),
+        run(root / "last", lambda step: step == 8, errno.ETIMEDOUT, save_steps=4, max_steps=8),
+        run(root / "limit", lambda step: True, errno.EMFILE, save_steps=2, max_steps=40, max_save_failures=3),
+    ]
+    told.append(gathered(root / "gathered"))
+    torch.distributed.destroy_process_group()
+    return told

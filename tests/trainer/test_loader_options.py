@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.test_losses import samples, trainer_for
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -19,13 +17,11 @@ from windlass.core.errors import ConfigError
 from windlass.data.bookmark import WITNESSES
 from windlass.data.samplers import SeedableRandomSampler
 
-SCRIPT = Path(__file__)
 Ranks = list[dict[str, Any]]
 
 
 def _launched(world: int, folder: Path) -> Ranks:
-    launch(world, SCRIPT, folder)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+    return on_ranks(world, main, folder)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +119,7 @@ def test_what_a_trainers_accelerator_prepares_has_the_same_options(two: Ranks) -
 # --- what each rank runs ----------------------------------------------------------------------------------------------
 
 
-RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 COUNT, UPDATE = 23, 4  # samples; those of a micro-batch over all ranks
 
 
@@ -208,8 +204,7 @@ def prepared(folder: Path, config: dict[str, Any], **options: Any) -> dict[str, 
     }  # fmt: skip
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     dispatch, split = {"dispatch_batches": True}, {"split_batches": True}
     each = {"gradient_accumulation_kwargs": {"sync_each_batch": True, "sync_with_dataloader": False}}
@@ -233,8 +228,4 @@ def main() -> None:
         "prepared unseeded": prepared(folder, {"use_seedable_sampler": False}),
     }
     torch.set_default_dtype(torch.float32)
-    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import loss_families
 from tests.trainer.loss_families import train, trainer_of
 
 from windlass import Trainer
 
-HERE = Path(__file__).parent
 # How exactly a model of transformers computes its loss: CTC and language models do so in fp32, whatever they are in.
 EXACT = {"wav2vec2-sum": 1e-6, "wav2vec2-mean": 1e-6, "llama": 1e-6, "bert": 1e-12}
 # A mean that is computed in fp32 is divided by its count there, so gradients are rounded as the loss is.
@@ -32,7 +32,7 @@ def test_every_split_of_a_batch_trains_the_same(name: str, tmp_path: Path) -> No
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_train_the_same(strategy: str, tmp_path: Path) -> None:
-    launch(2, HERE / "loss_families.py", tmp_path, strategy, *EXACT)
+    on_ranks(2, loss_families.main, tmp_path, strategy, list(EXACT))
     for name in EXACT:
         weights, losses, evaluated = train(name, tmp_path / name / "one", 8, 1)
         found = torch.load(tmp_path / f"{name}.pt", weights_only=True)

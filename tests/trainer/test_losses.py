@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.small import weights_hash
 from torch import Tensor, nn
 
 from windlass import LossTerms, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.trainer.losses import as_count, check_loss, loss_of, on_device, smoothed_loss
-
-HERE = Path(__file__).parent
 
 
 class Model(nn.Module):
@@ -267,9 +265,10 @@ def test_a_loss_of_positions_that_does_not_read_its_count_is_taken_as_a_mean(
 
 @pytest.mark.dist
 def test_a_forward_past_the_wrapper_is_refused(folder: Path) -> None:
-    launch(2, HERE / "losses_ranks.py", folder)
-    for rank in range(2):
-        assert "bypassed the data-parallel wrapper" in (folder / f"rank{rank}.txt").read_text()
+    from tests.trainer import losses_ranks  # which imports this file
+
+    for said in on_ranks(2, losses_ranks.main, folder):
+        assert "bypassed the data-parallel wrapper" in said
 
 
 # --- data and models that can't train -------------------------------------------------------------------------------

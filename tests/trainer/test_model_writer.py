@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.checkpoint.test_pretrained import FAMILIES, assert_same_files
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.small import arguments, llama, text_rows, tokenizer
 
 from windlass import Trainer
@@ -65,7 +64,7 @@ def test_checkpoints_equal_save_pretrained_and_resume_to_the_bit(name: str, tmp_
 
 @pytest.mark.dist
 def test_a_sharded_model_is_saved_alike(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
+    on_ranks(2, main, tmp_path)
 
 
 class OwnWay(transformers.LlamaForCausalLM):
@@ -198,12 +197,7 @@ def check(name: str, kind: str, folder: Path) -> None:
         assert load_file(saved).keys() == load_file(folder / "final" / WEIGHTS_NAME).keys()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     for name in ("mixture of experts", "tied"):
         for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
             check(name, kind, folder / name.replace(" ", "-") / kind)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
-from tests.trainer.nonfinite_cases import BAD, Fragile, Weights, samples, trainer_for
+from tests.dist.launch import on_ranks
+from tests.trainer.nonfinite_cases import BAD, Fragile, Weights, faulty_on_both_ranks, samples, trainer_for
 from torch import Tensor
 
 from windlass import Trainer
 from windlass.core.errors import NonFiniteError
+from windlass.dist.sharded import whole
 
-HERE = Path(__file__).parent
 BAD_STEP = BAD // 2 + 1
 
 
@@ -120,8 +120,7 @@ BOTH = {
 
 @pytest.mark.dist
 def test_two_ranks_agree(folder: Path) -> None:
-    launch(2, HERE / "nonfinite_ranks.py", folder)
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    ranks = on_ranks(2, main, folder)
     step = BAD // 4 + 1
     for said in ranks:
         assert said["after"] == ranks[0]["after"]
@@ -139,3 +138,58 @@ def test_two_ranks_agree(folder: Path) -> None:
     saved = sorted(int(path.name.split("-")[1]) for path in (folder / "raise").glob("checkpoint-*"))
     # With several ranks an error may cost the save that is under way.
     assert saved in (list(range(1, step)), list(range(1, step - 1)))
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+CASES_ON_BOTH: dict[str, dict[str, Any]] = {
+    "data": {"fault": math.nan, "column": 1},
+    "data, accumulated": {"fault": math.nan, "column": 1, "gradient_accumulation_steps": 2},
+    "data, sharded": {"fault": math.inf, "column": 1, "fsdp": "full_shard"},
+    "data, skipped": {"fault": math.nan, "column": 1, "nonfinite_policy": "skip"},
+    "loss": {"fault": 1000.0, "column": 0},
+    "loss, accumulated": {"fault": 1000.0, "column": 0, "gradient_accumulation_steps": 2},
+    "gradient": {"fault": -1000.0, "column": 0},
+}
+
+
+def on_both_ranks(folder: Path, **case: Any) -> str:
+    """What is reported of two faulty samples in one update, each on a rank of its own."""
+    trainer = faulty_on_both_ranks(folder, **case, save_strategy="no")
+    try:
+        trainer.train()
+    except NonFiniteError as error:
+        return str(error)
+    return next(row["reason"] for row in trainer.state.log_history if "skipped_update" in row)
+
+
+def main(folder: Path) -> dict[str, Any]:
+    watcher = Weights()
+    trainer = trainer_for(folder / "skip", float("nan"), watcher, nonfinite_policy="skip")
+    trainer.train()
+    said = {"after": watcher.after, "skipped": trainer.state.log_history[-2].get("skipped_updates")}
+    roller = trainer_for(
+        folder / "roll", float("nan"), Weights(), nonfinite_policy="rollback", save_steps=2, max_steps=6
+    )
+    said["rolled"] = roller.train().global_step, roller.model.layer.weight.tolist()
+    said["window"] = [row["rolled_back_to"] for row in roller.state.log_history if "rolled_back_to" in row]
+    sharded = trainer_for(
+        folder / "sharded",
+        float("nan"),
+        None,
+        nonfinite_policy="rollback",
+        save_steps=2,
+        max_steps=6,
+        fsdp="full_shard",
+    )
+    said["sharded"] = sharded.train().global_step, whole(sharded.model.layer.weight).tolist()
+    said["told"] = [row["reason"] for row in sharded.state.log_history if "rolled_back_to" in row]
+    raiser = trainer_for(folder / "raise", float("nan"), Weights())
+    try:
+        raiser.train()
+    except NonFiniteError as error:
+        said["error"] = str(error)
+    said["both"] = {name: on_both_ranks(folder / name, **case) for name, case in CASES_ON_BOTH.items()}
+    trainer.end()
+    return said

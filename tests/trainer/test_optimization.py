@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer import unfrozen_runs
 from tests.trainer.small import Net, arguments, rows, settings, weights_hash
 from tests.trainer.unfrozen_runs import TwoLayers, samples, train
@@ -391,9 +390,7 @@ def test_gradients_of_an_unfrozen_layer_are_clipped_and_cleared_with_the_others(
 
 @pytest.mark.dist
 def test_shards_train_an_unfrozen_layer_and_replicas_refuse_it(tmp_path: Path) -> None:
-    launch(2, Path(unfrozen_runs.__file__), tmp_path)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in on_ranks(2, unfrozen_runs.main, tmp_path):
         for mine, wanted in zip(found["shards"], after_plain_updates(), strict=True):
             torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), wanted, rtol=0, atol=1e-12)
         for kind in ("replicas", "in the backward"):

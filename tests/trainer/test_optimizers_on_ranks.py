@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.optimizer_cases import FAMILIES, IN_8_BITS, resumes_to_the_bit, run, weights
 from torch import nn
 
@@ -29,8 +26,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for package in ("bitsandbytes", "torchao"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("optimizers")
-    launch(2, Path(__file__), folder, *request.param)
-    return json.loads((folder / "made.json").read_text())
+    return on_ranks(2, main, folder, request.param)[0]
 
 
 def test_runs_continue_to_the_bit(made: dict[str, Any]) -> None:
@@ -59,11 +55,11 @@ def test_what_cannot_be_done_is_refused_at_the_start(made: dict[str, Any]) -> No
 
 # Those whose states are not all of their parameters' shapes, and one with two modes.
 GATHERED = ("adafactor", "schedule_free_adamw", "adamw_torch_8bit", "adamw_torch_4bit")
-RANK = int(os.environ.get("RANK", 0))
 IN_PARTS: dict[str, Any] = {"fsdp": "full_shard"}
 WHOLE: dict[str, Any] = {**IN_PARTS, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
 
 
+@torch.compiler.set_stance("force_eager")
 def main(folder: Path, some: list[str]) -> dict[str, Any]:
     """What happened to runs with all optimizers, or sharded ones with `some`."""
     made: dict[str, Any] = {"resumed": {}, "near": {}, "refused": {}}
@@ -110,11 +106,3 @@ def refused_by_a_loop() -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    with torch.compiler.set_stance("force_eager"):
-        found = main(place, sys.argv[2:])
-    if RANK == 0:
-        (place / "made.json").write_text(json.dumps(found))

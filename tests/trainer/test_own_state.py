@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.odd_tensors import Odd
-from tests.trainer.own_state_cases import CASES, Copied, Partial, Scaled, digest, fit, own_tensors
+from tests.trainer.own_state_cases import (
+    CASES,
+    Copied,
+    Growing,
+    Normed,
+    Partial,
+    Renamed,
+    Scaled,
+    digest,
+    fit,
+    own_tensors,
+)
 from tests.trainer.small import Net, weights_hash
 from tests.versions import is_older, needs
 from torch import nn
 
-from windlass.core.errors import ModelError
-from windlass.core.tensors import same_bits
+from windlass.core.errors import ModelError, WindlassError
+from windlass.core.tensors import bits_of, same_bits
+from windlass.dist.sharded import whole
 
 CONSTANT = {"lr_scheduler_type": "constant"}
 
@@ -122,9 +134,7 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks saw, of runs that were stopped and continued under every strategy."""
-    folder = tmp_path_factory.mktemp("own_state")
-    launch(2, Path(__file__).parent / "own_state_ranks.py", folder, timeout=500)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return on_ranks(2, main, tmp_path_factory.mktemp("own_state"), timeout=500)
 
 
 @pytest.mark.dist
@@ -171,3 +181,62 @@ def test_tensors_of_every_dtype_and_layout_resume_alone(persistent: bool, tmp_pa
     clean = own_tensors(fit(build(), tmp_path).model)
     resumed = own_tensors(fit(build(), tmp_path, resume=str(tmp_path / "checkpoint-3")).model)
     assert [name for name in clean if not same_bits(clean[name], resumed[name])] == []
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+RANK = int(os.environ.get("RANK", 0))
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp own buffers": {"ddp_broadcast_buffers": False},
+    "parts": {"fsdp": "full_shard"},
+    "whole": {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
+}
+ON_RANKS: dict[str, Any] = {
+    "copies": Copied,
+    "renamed": Renamed,
+    "extra": Scaled,
+    "normed": Normed,
+    "growing": Growing,
+    "odd": Odd,
+    "odd unsaved": lambda: Odd(persistent=False, sparse=True),
+}
+
+
+def hexed(model: nn.Module) -> dict[str, str]:
+    return {
+        name: bits_of(whole(tensor)).numpy().tobytes().hex() for name, tensor in own_tensors(model).items()
+    }
+
+
+def run(folder: Path, strategy: str, case: str) -> dict[str, Any]:
+    """What differs between a run that was stopped and one that was not, on this rank; and how it ended."""
+    place, build, options = folder / f"{strategy} {case}", ON_RANKS[case], STRATEGIES[strategy]
+    try:
+        clean = hexed(fit(build(), place, **options).model)
+        stopped = hexed(fit(build(), place, resume=str(place / "checkpoint-3"), **options).model)
+    except (WindlassError, RuntimeError) as error:
+        if RANK == 0:
+            import traceback
+
+            traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"differs": [name for name in clean if clean[name] != stopped.get(name)], "ended": clean}
+
+
+def refused(folder: Path, strategy: str) -> str:
+    try:
+        fit(Partial(), folder / f"refused {strategy}", **STRATEGIES[strategy])
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    said = {
+        f"{strategy}, {case}": run(folder, strategy, case) for strategy in STRATEGIES for case in ON_RANKS
+    }
+    refusals = {strategy: refused(folder, strategy) for strategy in ("ddp", "parts")}
+    return {"runs": said, "refused": refusals}

@@ -20,10 +20,10 @@ from tests.trainer.layout_runs import (
     rewind,
     runner,
 )
+from tests.trainer.pipeline_cases import main
 from tests.versions import is_older
 
 pytest.importorskip("transformers")
-CASES = Path(__file__).with_name("pipeline_cases.py")
 TWO: dict[str, Any] = {"pp_size": 2}
 TENSOR: dict[str, Any] = {"pp_size": 2, "tp_size": 2}
 SHARDS: dict[str, Any] = {"pp_size": 2, "dp_shard_size": 2}
@@ -44,7 +44,7 @@ def of_schedule(name: str, size: int = 2) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return runner(CASES, lambda: tmp_path_factory.mktemp("pipeline"))
+    return runner(main, lambda: tmp_path_factory.mktemp("pipeline"))
 
 
 @pytest.mark.dist
@@ -192,7 +192,7 @@ def test_balanced_experts_of_stages_with_other_axes(run: Run, layout: dict[str, 
 def test_killed_stages_of_balanced_experts_end_with_the_same_bits(
     run: Run, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    check_killed(run, CASES, tmp_path, ("balanced", layout, BALANCED), 4, (2, 3), updates=4)
+    check_killed(run, main, tmp_path, ("balanced", layout, BALANCED), 4, (2, 3), updates=4)
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_stages_of_divided_rows_and_experts_are_continued_on_any_layout(
 def test_killed_stages_of_divided_rows_and_experts_end_with_the_same_bits(
     run: Run, tmp_path: Path, layout: dict[str, Any], model: str, changes: dict[str, Any]
 ) -> None:
-    check_killed(run, CASES, tmp_path, (model, layout, changes), 4, (2, 3), updates=4)
+    check_killed(run, main, tmp_path, (model, layout, changes), 4, (2, 3), updates=4)
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_adapters_of_stages_are_continued_on_any_layout(
 
 @pytest.mark.dist
 def test_a_killed_run_of_divided_stages_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
-    said = check_killed(run, CASES, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
+    said = check_killed(run, main, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
     assert re.search(r"This was rank \d of 4 \(pipeline \d, tensor \d\), at step \d", said), said[-3000:]
 
 
@@ -332,7 +332,7 @@ def test_a_killed_run_of_divided_stages_ends_with_the_same_bits(run: Run, tmp_pa
 def test_killed_runs_of_stages_end_with_the_same_bits(
     run: Run, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    check_killed(run, CASES, tmp_path, ("dropping", layout, {}), 4, (2, 3, 5))
+    check_killed(run, main, tmp_path, ("dropping", layout, {}), 4, (2, 3, 5))
 
 
 @pytest.mark.slow

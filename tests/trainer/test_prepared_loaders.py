@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.test_losses import samples, trainer_for
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -18,8 +16,6 @@ from windlass import Trainer
 from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.data.prepare_loader import prepare_loader
 from windlass.dist.gang import current
-
-SCRIPT = Path(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +29,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def _launched(world: int, folder: Path) -> list[dict[str, Any]]:
-    launch(world, SCRIPT, folder)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+    return on_ranks(world, main, folder)
 
 
 def _flat(batches: list[list[int]]) -> list[int]:
@@ -247,8 +242,7 @@ def failed_evaluations(folder: Path) -> list[list[str]]:
     return found
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {"dealt": dealt(folder / "dealt"), "evaluated": evaluated(folder / "evaluated")}
     found["in parts"] = evaluated_in_parts(folder / "in-parts")
@@ -262,8 +256,4 @@ def main() -> None:
             "resumed": [trained(folder / f"{name}-{n}", c, streams) for n, c in enumerate(checkpoints)],
         }
     torch.set_default_dtype(torch.float32)
-    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

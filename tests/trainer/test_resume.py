@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer import resume_ranks
 from tests.trainer.resume_cases import (
     KILLED,
     Case,
@@ -36,14 +36,13 @@ from tests.trainer.resume_cases import (
     run,
     same_run,
 )
-from tests.trainer.test_losses import Model, trainer_for
+from tests.trainer.test_losses import Model, samples, trainer_for
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
 from windlass import EarlyStoppingCallback, LossTerms, Trainer
 from windlass.core.errors import CheckpointError
 
-HERE = Path(__file__).parent
 EVALUATED = {"eval_strategy": "epoch"}
 BEST = {
     "eval_strategy": "steps",
@@ -226,8 +225,7 @@ def test_the_order_goes_on_under_another_split(
 
 @pytest.mark.dist
 def test_ranks_that_keep_buffers_of_their_own(folder: Path) -> None:
-    launch(2, Path(__file__), folder)
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    first, second = on_ranks(2, main, folder)
     assert first == second
     assert first[0] == first[1]
 
@@ -235,8 +233,7 @@ def test_ranks_that_keep_buffers_of_their_own(folder: Path) -> None:
 @pytest.mark.dist
 def test_ranks_whose_own_loaders_differ_in_length(folder: Path) -> None:
     """The longest decides; a rank that has run out takes part with nothing, also in a resumed run."""
-    launch(2, HERE / "uneven_ranks.py", folder)
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    first, second = on_ranks(2, uneven_runs, folder)
     for rank in (first, second):
         assert rank["whole"]["steps"] == [6, 6]
         assert rank["whole"]["epochs"] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
@@ -358,7 +355,7 @@ def test_an_optimizer_keeps_its_identity(folder: Path) -> None:
 )
 def test_ranks_killed_one_at_a_time(world: int, steps: list[int], folder: Path) -> None:
     """Batch norm included: its statistics differ over ranks while a step is under way, but not what is evaluated."""
-    launch(world, HERE / "resume_ranks.py", folder, *steps)
+    on_ranks(world, resume_ranks.main, folder, steps)
     assert rows(folder / "whole") == rows(folder / "killed")
     ends = [
         {name: json.loads((folder / f"{name}-{rank}.json").read_text()) for name in ("whole", "killed")}
@@ -414,12 +411,56 @@ def weights(folder: Path, resume: str | None = None) -> Any:
     return [p.tolist() for p in trainer.model.parameters()]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> list[Any]:
     whole = weights(folder / "whole")
-    resumed = weights(folder / "resumed", str(folder / "whole" / "checkpoint-2"))
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps([whole, resumed]))
+    return [whole, weights(folder / "resumed", str(folder / "whole" / "checkpoint-2"))]
 
 
-if __name__ == "__main__":
-    main()
+RANK = int(os.environ.get("RANK", "0"))
+SAMPLES = (11, 5)
+
+
+class UnevenLoader(Trainer):
+    """The second rank runs out in the second of three updates."""
+
+    seen: list[int]
+
+    def get_train_dataloader(self) -> Any:
+        rows = [{**row, "index": index} for index, row in enumerate(samples(SAMPLES[RANK]))]
+        return DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        index = inputs.pop("index")
+        self.seen = [*getattr(self, "seen", []), *index.tolist()]
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+def uneven_outcome(folder: Path, resume: str | None = None) -> dict[str, Any]:
+    trainer = trainer_for(
+        folder,
+        UnevenLoader,
+        max_steps=-1,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        ddp_timeout=30,
+        save_strategy="steps",
+        save_steps=1,
+        remove_unused_columns=False,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    weights = [p.detach().flatten().tolist() for p in trainer.model.parameters()]
+    logs = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    epochs = [row["epoch"] for row in trainer.state.log_history if "loss" in row]
+    steps = trainer.state.global_step, trainer.state.max_steps
+    return {"weights": weights, "logs": logs, "epochs": epochs, "steps": steps, "seen": len(trainer.seen)}
+
+
+def uneven_runs(folder: Path) -> dict[str, Any]:
+    whole = uneven_outcome(folder / "whole")
+    resumed = [
+        uneven_outcome(folder / f"resumed-{step}", str(folder / "whole" / f"checkpoint-{step}"))
+        for step in range(1, 6)
+    ]
+    return {"whole": whole, "resumed": resumed}

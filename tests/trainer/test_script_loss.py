@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.trainer.exactness_cases import PlainModel, collate
 from tests.trainer.script_loss_cases import (
     FACTORS,
@@ -43,7 +41,6 @@ from windlass import LossTerms, ModelError, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError
 from windlass.trainer.script_loss import NotedCount, names_in_code
 
-HERE = Path(__file__).parent
 TOLERANCE = 1e-12  # of float64 sums in another order
 SFT_TOLERANCE = 1e-6  # relative: normalisation layers of its model compute in float32
 # A factor at which two processes once halved what was not a plain cross-entropy.
@@ -82,8 +79,7 @@ def expected(way: str, kind: str, factor: float) -> dict[str, list[float]]:
 
 
 def compare(world: int, cases: list[Any], folder: Path) -> None:
-    launch(world, Path(__file__), folder, json.dumps(cases), timeout=1500)
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+    ranks = on_ranks(world, outcomes, folder, world, cases, timeout=1500)
     assert all(rank == ranks[0] for rank in ranks), "ranks hold the same bits"
     for (way, kind, factor, accumulation), found in zip(cases, ranks[0], strict=True):
         for what, values in expected(way, kind, factor).items():
@@ -118,8 +114,7 @@ def test_a_micro_batch_without_targets_counts_with_what_it_sums(kind: str, folde
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_training_step_may_compute_its_loss_itself(world: int, folder: Path) -> None:
-    launch(world, Path(__file__), folder, "steps")
-    found = json.loads((folder / "steps.json").read_text())
+    found = on_ranks(world, steps, folder, world)[0]
     assert found.keys() == {name for name, *_ in STEPS}
     hand = np.array(by_hand("compute_loss", "token_mean", 1.0)["weights"])
     for name, weights in found.items():
@@ -132,9 +127,9 @@ def test_a_training_step_may_compute_its_loss_itself(world: int, folder: Path) -
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_is_resumed_at_any_update_has_the_same_bits(world: int, folder: Path) -> None:
-    launch(world, Path(__file__), folder, "resume")
+    found = on_ranks(world, resumed_runs, folder)[0]
     for name, complete in (("Growing", False), ("Distilling", False), ("Complete", True)):
-        runs = json.loads((folder / f"{name}.json").read_text())
+        runs = found[name]
         assert len(runs) > 2
         assert all(run == runs[0] for run in runs[1:])
         manifest = json.loads((folder / name / "checkpoint-1" / "manifest.json").read_text())
@@ -146,7 +141,7 @@ def test_a_run_that_is_resumed_at_any_update_has_the_same_bits(world: int, folde
 
 @pytest.mark.dist
 def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_update(folder: Path) -> None:
-    launch(2, Path(__file__), folder, "refused")
+    _, found = on_ranks(2, ends_of, UNCLEAR, folder)
     words = {
         "DividesOnly": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
         "ReadsTheEnvironment": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
@@ -155,20 +150,17 @@ def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_
         "Hidden": "is computed with the number of processes (2), which its code does not name",
     }
     for name, expected_words in words.items():
-        said = (folder / f"{name}.txt").read_text()
+        said = found[name]
         assert expected_words in said
         assert said.count("loss_is_scaled_for_ga") == 1
-    assert (folder / "Declared.txt").read_text() == "trained"
-    assert (folder / "Compares.txt").read_text() == "trained"
+    assert found["Declared"] == found["Compares"] == "trained"
 
 
 @pytest.mark.dist
 def test_losses_of_two_kinds_end_every_rank_before_the_first_update(folder: Path) -> None:
-    launch(2, Path(__file__), folder, "mixed")
-    for rank in range(2):
-        ends = json.loads((folder / f"rank{rank}.json").read_text())
+    for ends in on_ranks(2, ends_of, MIXED, folder):
         assert len(ends) == 3
-        assert all("1 of 2 processes passed LossTerms to backward" in end for end in ends)
+        assert all("1 of 2 processes passed LossTerms to backward" in end for end in ends.values())
 
 
 @pytest.mark.parametrize("cls", [Compares, MultipliesOnly, Complete])
@@ -306,37 +298,29 @@ def test_reads_of_the_count_are_noted_in_the_first_update_alone(terms: bool, tmp
     assert kinds == [NotedCount] * 2 + [torch.Tensor] * 4
 
 
-def main() -> None:
+def resumed_runs(folder: Path) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    place, world = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
-    if sys.argv[2] == "resume":
-        for cls in (Growing, Distilling, Complete):
-            runs = resumed_at_each_update(cls, place / cls.__name__)
-            (place / f"{cls.__name__}.json").write_text(json.dumps(runs))
-        return
-    if sys.argv[2] == "steps":
-        weights = {name: weights_after(cls, model, place, world) for name, cls, model in STEPS}
-        (place / "steps.json").write_text(json.dumps(weights))
-        return
-    if sys.argv[2] == "mixed":
-        ends = [end_of(cls, place) for cls in MIXED]
-        (place / f"rank{os.environ['RANK']}.json").write_text(json.dumps(ends))
-        return
-    if sys.argv[2] == "refused":
-        for cls in UNCLEAR:
-            (place / f"{cls.__name__}.txt").write_text(end_of(cls, place))
-        return
-    outcomes = []
-    for way, kind, factor, accumulation in json.loads(sys.argv[2]):
+    kinds = (Growing, Distilling, Complete)
+    return {cls.__name__: resumed_at_each_update(cls, folder / cls.__name__) for cls in kinds}
+
+
+def steps(folder: Path, world: int) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    return {name: weights_after(cls, model, folder, world) for name, cls, model in STEPS}
+
+
+def ends_of(kinds: Sequence[type], folder: Path) -> dict[str, str]:
+    torch.set_default_dtype(torch.float64)
+    return {cls.__name__: end_of(cls, folder) for cls in kinds}
+
+
+def outcomes(folder: Path, world: int, cases: list[Any]) -> list[dict[str, Any]]:
+    torch.set_default_dtype(torch.float64)
+    found: list[dict[str, Any]] = []
+    for way, kind, factor, accumulation in cases:
         split = next(split for split in SPLITS[world] if split[1] == accumulation)
-        found = (
-            {"weights": run_loop(kind, factor, *split)}
-            if way == "loop"
-            else run(way, kind, factor, place / "run", *split)
-        )
-        outcomes.append(found)
-    (place / f"rank{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    main()
+        if way == "loop":
+            found.append({"weights": run_loop(kind, factor, *split)})
+        else:
+            found.append(run(way, kind, factor, folder / "run", *split))
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch, on_ranks
+from tests.dist.launch import on_ranks
+from tests.trainer import full_eval_ranks
 from tests.trainer.elastic_ranks import SAMPLES, stretch
 from tests.trainer.full_eval_ranks import WAYS, evaluated, reread
 from tests.trainer.small import Net, arguments, rows
@@ -21,7 +21,6 @@ from windlass.checkpoint.sharded import load_parts
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import is_sharded, whole
 
-SCRIPT = Path(__file__)
 TOLERANCE = 1e-12
 
 pytestmark = pytest.mark.dist
@@ -117,8 +116,7 @@ def test_an_optimizer_that_was_there_before_follows(said: dict[str, Any], tmp_pa
 
 
 def test_an_evaluation_in_few_bits_after_a_sharded_run(tmp_path: Path) -> None:
-    launch(2, SCRIPT.with_name("full_eval_ranks.py"), tmp_path)
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    first, second = on_ranks(2, full_eval_ranks.main, tmp_path)
     assert first == second
     for cast, dtype in (("bf16", "torch.bfloat16"), ("fp16", "torch.float16")):
         alone = evaluated(tmp_path / f"alone {cast}", cast)

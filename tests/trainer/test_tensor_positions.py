@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.trainer import context_cases, pipeline_cases
 from tests.trainer.layout_runs import Case, Run, check_continued, check_equal, check_killed, runner
 
 pytest.importorskip("transformers")
-CASES, PIPELINES = (Path(__file__).with_name(f"{name}_cases.py") for name in ("context", "pipeline"))
 POSITIONS: dict[str, Any] = {"tp_size": 2, "tp_sequence_parallel": True}
 ONE = {"per_device_train_batch_size": 1}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return runner(CASES, lambda: tmp_path_factory.mktemp("positions"))
+    return runner(context_cases.main, lambda: tmp_path_factory.mktemp("positions"))
 
 
 @pytest.fixture(scope="module")
 def run_stages(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return runner(PIPELINES, lambda: tmp_path_factory.mktemp("stages"))
+    return runner(pipeline_cases.main, lambda: tmp_path_factory.mktemp("stages"))
 
 
 @pytest.mark.dist
@@ -100,7 +100,7 @@ def test_positions_of_stages_and_with_adapters(run_stages: Run) -> None:
 def test_a_killed_run_with_dropout_ends_with_the_same_bits(
     run: Run, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    check_killed(run, CASES, tmp_path, ("dropped gpt2", POSITIONS, changes), 2, (2,), updates=4)
+    check_killed(run, context_cases.main, tmp_path, ("dropped gpt2", POSITIONS, changes), 2, (2,), updates=4)
 
 
 @pytest.mark.slow

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.trainer.lean_cases import losses, model_of, train
 from torch import nn
 
 from windlass import Trainer, TrainerCallback
 from windlass.callbacks.run_record import read_record
+from windlass.dist.sharded import whole
 
 pytest.importorskip("transformers")
 
-from tests.trainer.lean_cases import FAMILIES, losses, model_of, train
+from tests.trainer.lean_cases import FAMILIES
 
 _ROUNDING = 1e-6  # transformers computes most losses in single precision
-RANKS = Path(__file__).with_name("lean_ranks.py")
 
 
 def _decision(folder: Path) -> dict[str, Any]:
@@ -218,4 +219,31 @@ def test_an_adapter_on_the_head_keeps_the_models_loss(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_several_ranks_equal_one(tmp_path: Path) -> None:
-    launch(2, RANKS, tmp_path)
+    on_ranks(2, main, tmp_path)
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def main(folder: Path) -> None:
+    cases: dict[str, dict[str, Any]] = {
+        "ddp, experts": {"family": "experts"},
+        "fsdp, tied": {"family": "tied", "fsdp": True, "fsdp_config": {"version": 2}},
+        "fsdp, pairs": {"family": "pairs", "fsdp": True, "fsdp_config": {"version": 2}},
+    }
+    for name, options in cases.items():
+        # Two ranks with one micro-batch each see the rows of one process with two.
+        runs = {}
+        for lean in (True, False):
+            family = options.get("family", "causal")
+            rest = {key: value for key, value in options.items() if key != "family"}
+            out = folder / f"{name} {lean}"
+            trainer = train(
+                out, family, model=model_of(family), gradient_accumulation_steps=1, lean_loss=lean, **rest
+            )
+            trainer.accelerator.wait_for_everyone()
+            runs[lean] = losses(trainer), [whole(p.detach()) for p in trainer.model.parameters()]
+            record = read_record(out)
+            assert record is not None
+            assert record["loss"]["without_logits"] is lean, name
+        torch.testing.assert_close(runs[True], runs[False], rtol=1e-6, atol=1e-6, msg=name)

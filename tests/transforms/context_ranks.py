@@ -179,7 +179,3 @@ def main() -> None:
             _check_randomness(context_ranks)
             _check_half_precision(loss_ranks.over("loss"))
         leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,7 +207,3 @@ def main(first: int, last: int) -> None:
         if mesh == Mesh(pipeline=2):
             check_outputs(ranks)
         leave()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import sys
 from typing import Any
 
 import torch
@@ -162,7 +161,3 @@ def main(kind: str, first: int, last: int) -> None:
     for seed in range(first, last):
         check(seed, kind, ranks)
     leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,11 +1,10 @@
-"""Run by `torch.distributed.run`: sharded training, held against one process that sees the whole batch."""
+"""Run on ranks: sharded training, held against one process that sees the whole batch."""
 
 from __future__ import annotations
 
 import copy
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -471,9 +470,8 @@ def low_precision(gang: Gang) -> None:
     assert strategy.module.embed.weight.grad.dtype == torch.float32
 
 
-def main() -> None:
+def main(folder: Path, count: int) -> None:
     gang = join(world_from_environment(), CPU, 60)
-    folder, count = Path(sys.argv[1]), int(sys.argv[2])
     if SIZE > 2:
         hybrid(gang, count)
     else:
@@ -494,7 +492,3 @@ def main() -> None:
     in_parts(gang, folder, folder / "checkpoint-4")
     gang.barrier()
     leave()
-
-
-if __name__ == "__main__":
-    main()

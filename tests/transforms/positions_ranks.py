@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -244,13 +243,8 @@ def _refused(ranks: Gang) -> None:
     assert "stays so" in message(whole_model)
 
 
-def main() -> None:
+def main(name: str) -> None:
     all_ranks = join(world_from_environment(), torch.device("cpu"), mesh=Mesh(tensor=2))
-    for name in sys.argv[1:]:
-        {"equal": _equal, "costs": _costs, "drops": _drops, "refused": _refused}[name](all_ranks.over("loss"))
+    {"equal": _equal, "costs": _costs, "drops": _drops, "refused": _refused}[name](all_ranks.over("loss"))
     dist.barrier()
     leave()
-
-
-if __name__ == "__main__":
-    main()

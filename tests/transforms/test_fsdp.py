@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.transforms import fsdp_ranks
 from tests.transforms.fsdp_ranks import (
     BLOCKS,
     carried_state,
@@ -34,14 +35,12 @@ from windlass.engine.native import NativeExecutor
 from windlass.transforms.fsdp import FullyShardedModel
 from windlass.transforms.fsdp_groups import groups_of
 
-RANKS = Path(__file__).with_name("fsdp_ranks.py")
-
 
 @pytest.mark.dist
 @pytest.mark.parametrize("updates", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_sharded_training_is_that_of_one_process(updates: int, tmp_path: Path) -> None:
     for world in (4, 2):  # the second reads what the first wrote
-        launch(world, RANKS, tmp_path, updates, timeout=400)
+        on_ranks(world, fsdp_ranks.main, tmp_path, updates, timeout=400)
     states = [parts_in_one_process(tmp_path / f"checkpoint-{world}") for world in (4, 2)]
     assert same_tensors(*(weights for weights, _ in states))
     one, other = (optimizer["state"] for _, optimizer in states)

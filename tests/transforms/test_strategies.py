@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.launch import launch, on_ranks
+from tests.dist.launch import on_ranks
 from tests.trainer.small import Net, rows, settings
+from tests.transforms import drawn_layers_ranks, drawn_spread_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +34,7 @@ def test_a_model_that_was_divided_before_is_refused_with_the_way_out(tmp_path: P
     [(2, 0, 20), *(pytest.param(n, 20, 150, marks=pytest.mark.slow) for n in (2, 3))],
 )
 def test_drawn_models_train_as_in_one_process(kind: str, ranks: int, first: int, last: int) -> None:
-    launch(ranks, Path(__file__).with_name("drawn_spread_ranks.py"), kind, first, last)
+    on_ranks(ranks, drawn_spread_ranks.main, kind, first, last)
 
 
 @pytest.mark.dist
@@ -44,7 +45,7 @@ def test_drawn_models_train_as_in_one_process(kind: str, ranks: int, first: int,
 def test_drawn_models_whose_layers_are_divided_train_as_in_one_process(
     ranks: int, first: int, last: int
 ) -> None:
-    launch(ranks, Path(__file__).with_name("drawn_layers_ranks.py"), first, last)
+    on_ranks(ranks, drawn_layers_ranks.main, first, last)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
+from tests.transforms import positions_ranks
 from tests.versions import with_pinned
 
 pytest.importorskip("transformers")
@@ -16,4 +15,4 @@ pytest.importorskip("transformers")
     "what", ["equal", pytest.param("costs", marks=with_pinned("transformers")), "drops", "refused"]
 )
 def test_divided_positions(what: str) -> None:
-    launch(2, Path(__file__).with_name("positions_ranks.py"), what)
+    on_ranks(2, positions_ranks.main, what)

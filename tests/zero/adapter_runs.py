@@ -6,14 +6,12 @@ Args: folder, then words NAME:KIND:STAGE:STEPS[:resume], each of which is a run 
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.trainer.small import arguments, llama, text_rows
-from tests.zero.runs import RANK, WORLD, config
+from tests.zero.runs import WORLD, config
 
 from windlass import Trainer
 
@@ -47,19 +45,13 @@ def trainer(folder: Path, kind: str, stage: int, steps: int) -> Trainer:
     return Trainer(adapted(kind), args, train_dataset=text_rows(40), eval_dataset=text_rows(5))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for word in sys.argv[2:]:
+def main(folder: Path, *words: str) -> dict[str, Any]:
+    found = {}
+    for word in words:
         name, kind, stage, steps, *resume = word.split(":")
         made = trainer(folder / name, kind, int(stage), int(steps))
         made.train(resume_from_checkpoint=bool(resume))
         made.save_model()
-        found = [row["loss"] for row in made.state.log_history if "loss" in row]
-        if RANK == 0:
-            (folder / f"{name}.json").write_text(json.dumps([*found, made.evaluate()["eval_loss"]]))
-        else:
-            made.evaluate()
-
-
-if __name__ == "__main__":
-    main()
+        losses = [row["loss"] for row in made.state.log_history if "loss" in row]
+        found[name] = [*losses, made.evaluate()["eval_loss"]]
+    return found

@@ -6,14 +6,12 @@ Args: folder, then words KIND:STAGE, with a stage of -1 for none.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.trainer.background_cases import Noting, SlowDisk
 from tests.trainer.small import arguments, rows
-from tests.zero.runs import RANK, WORLD, Net, config
+from tests.zero.runs import WORLD, Net, config
 
 from windlass import EarlyStoppingCallback, Trainer
 
@@ -65,14 +63,9 @@ def run(kind: str, folder: Path, stage: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for word in sys.argv[2:]:
+def main(folder: Path, *words: str) -> dict[str, Any]:
+    found = {}
+    for word in words:
         kind, stage = word.split(":")
-        found = run(kind, folder / f"{kind}{stage}", int(stage))
-        if RANK == 0:
-            (folder / f"{kind}{stage}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        found[f"{kind}{stage}"] = run(kind, folder / f"{kind}{stage}", int(stage))
+    return found

@@ -5,9 +5,7 @@ Args: folder, then words of `loop`: a stage, "-1" without DeepSpeed, or "file" f
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +103,3 @@ def loop(kind: str, folder: Path) -> dict[str, Any]:
         "weights": {name: value.flatten().tolist() for name, value in state.items()},
         "type": str(accelerator.distributed_type),
     }
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    found = {kind: loop(kind, folder) for kind in sys.argv[2:]}
-    if int(os.environ.get("RANK", "0")) == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

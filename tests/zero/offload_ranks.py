@@ -8,8 +8,6 @@ S a step, Z, R and M `zero_grad` of the prepared optimizer, of the script's own 
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +79,9 @@ def refusal_of_closures() -> str:
     return "none"
 
 
-def main() -> None:
-    folder, stage, device = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def main(folder: Path, stage: int, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {word: looped(folder / word, stage, device, word) for word in LOOPS}
     found["Trainer"] = trained(folder, stage, device)
     if stage >= 0:
         found["closure"] = refusal_of_closures()
-    if RANK == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -7,14 +7,12 @@ DeepSpeed. Models: "blocks" (repeated blocks), "own" (DeepSpeed's own function r
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.trainer.small import arguments, rows, text_rows
-from tests.zero.runs import RANK, WORLD, config
+from tests.zero.runs import WORLD, config
 from torch import nn
 
 from windlass import Trainer
@@ -96,18 +94,13 @@ def trainer(folder: Path, model: str, stage: int, steps: int) -> Trainer:
     return Trainer(Blocks(model == "own" and stage >= 0), args, train_dataset=rows(80))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for word in sys.argv[2:]:
+def main(folder: Path, *words: str) -> dict[str, Any]:
+    found = {}
+    for word in words:
         name, model, stage, steps, *resume = word.split(":")
         made = trainer(folder / name, model, int(stage), int(steps))
         made.train(resume_from_checkpoint=bool(resume))
         made.save_model()
         logged = [row for row in made.state.log_history if "loss" in row]
-        if RANK == 0:
-            found = {key: [row[key] for row in logged] for key in ("loss", "grad_norm")}
-            (folder / f"{name}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        found[name] = {key: [row[key] for row in logged] for key in ("loss", "grad_norm")}
+    return found

@@ -6,9 +6,6 @@ trained model and that of the reference.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +84,3 @@ def loop(word: str, folder: Path) -> dict[str, Any]:
         "weights": [{name: value.flatten().tolist() for name, value in one.items()} for one in weights],
         "divided": divided,
     }
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    found = {word: loop(word, folder) for word in sys.argv[2:]}
-    if int(os.environ.get("RANK", "0")) == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

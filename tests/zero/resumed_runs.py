@@ -6,22 +6,16 @@ the stage ends in "b".
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from tests.zero.runs import language_trainer, trainer
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for word in sys.argv[2:]:
+def main(folder: Path, *words: str) -> None:
+    for word in words:
         name, stage, steps, *resume = word.split(":")
         saving = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "constant"}
         make = language_trainer if stage.endswith("b") else trainer
         made = make(folder / name, int(stage.rstrip("b")), int(steps), **saving)
         made.train(resume_from_checkpoint=bool(resume))
         made.save_model()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,8 +5,6 @@ Args: folder, and "cpu" or "nvme". Writes the losses as JSON.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ def model(seed: int) -> nn.Module:
     return nn.Sequential(lines[0], nn.Tanh(), lines[1], nn.Tanh(), lines[2])
 
 
-def main() -> None:
-    folder, device = Path(sys.argv[1]), sys.argv[2]
+def main(folder: Path, device: str) -> list[float]:
     section: dict[str, Any] = {"device": device}
     if device == "nvme":
         section |= {"nvme_path": str(folder / "files"), "buffer_size": 1 << 20, "max_in_cpu": 0}
@@ -46,9 +43,4 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    if accelerator.is_main_process:
-        (folder / f"{device}.json").write_text(json.dumps(losses))
-
-
-if __name__ == "__main__":
-    main()
+    return losses

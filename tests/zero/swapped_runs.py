@@ -7,16 +7,14 @@ divided while it is built.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.trainer.small import arguments, rows, text_rows
-from tests.zero.runs import RANK, WORLD, config
+from tests.zero.runs import WORLD, config
 from torch import nn
 
 from windlass import Trainer, TrainerCallback
@@ -84,9 +82,9 @@ def trainer(folder: Path, kind: str, steps: int, **changes: Any) -> Trainer:
     return Trainer(Wide(), args, train_dataset=rows(80), eval_dataset=rows(9))
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for word in sys.argv[2:]:
+def main(folder: Path, *words: str) -> dict[str, Any]:
+    found = {}
+    for word in words:
         name, kind, steps, *how = word.split(":")
         made = trainer(folder / name, kind, int(steps), save_in_background=how != ["killed"])
         if how == ["killed"]:
@@ -96,12 +94,6 @@ def main() -> None:
         evaluation = made.evaluate()["eval_loss"]
         made.save_model()
         logged = [row for row in made.state.log_history if "loss" in row]
-        found = {key: [row[key] for row in logged] for key in ("loss", "grad_norm")}
-        if RANK == 0:
-            (folder / f"{name}.json").write_text(
-                json.dumps({**found, "evaluation": evaluation, "files": files})
-            )
-
-
-if __name__ == "__main__":
-    main()
+        found[name] = {key: [row[key] for row in logged] for key in ("loss", "grad_norm")}
+        found[name] |= {"evaluation": evaluation, "files": files}
+    return found

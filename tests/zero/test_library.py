@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import on_ranks
 from tests.zero import whole_ranks
 from tests.zero.needed import needs_deepspeed
-
-SCRIPT = Path(whole_ranks.__file__)
 
 pytestmark = [pytest.mark.dist, needs_deepspeed]
 
@@ -16,6 +13,5 @@ pytestmark = [pytest.mark.dist, needs_deepspeed]
 @pytest.mark.parametrize("before", ["", pytest.param("evaluated", marks=pytest.mark.slow)])
 def test_forwards_before_the_first_update_leave_no_order_behind(before: str, tmp_path: Path) -> None:
     """The first batch is measured, and maybe evaluated, without backwards. Each update gathers its parameters once."""
-    launch(2, SCRIPT, tmp_path, before)
-    whole = json.loads((tmp_path / "whole.json").read_text())
+    whole, _ = on_ranks(2, whole_ranks.main, tmp_path, before == "evaluated")
     assert whole == [False, *[True] * 5], "the first update records the order"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch, run_script
+from tests.dist.launch import on_ranks
 from tests.zero import loop_ranks, offload_ranks
 from tests.zero.needed import needs_deepspeed
 from tests.zero.test_swap_files import NO_COMPILER, compiles
@@ -17,7 +16,6 @@ from windlass import Accelerator
 from windlass.core.errors import ConfigError
 from windlass.utils import DeepSpeedPlugin
 
-SCRIPT, OFFLOAD = Path(loop_ranks.__file__), Path(offload_ranks.__file__)
 TOLERANCE = 5e-6  # of fp32
 
 pytestmark = [
@@ -29,16 +27,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("alone")
-    run_script(SCRIPT, folder, "-1")
-    return json.loads((folder / "found.json").read_text())["-1"]  # type: ignore[no-any-return]
+    return on_ranks(0, loop_ranks.loop, "-1", tmp_path_factory.mktemp("alone"))[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", ["1", "2", "3", "file"])
 def test_a_loop_equals_one_process(kind: str, alone: dict[str, Any], tmp_path: Path) -> None:
     """Accumulation with a shorter last update, clipping, a schedule; a loaded state continues to the same bits."""
-    launch(2, SCRIPT, tmp_path, kind)
-    found = json.loads((tmp_path / "found.json").read_text())[kind]
+    found, _ = on_ranks(2, loop_ranks.loop, kind, tmp_path)
     assert found["type"] == "DEEPSPEED"
     assert found["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
     assert found["norms"] == pytest.approx([] if kind == "file" else alone["norms"], abs=TOLERANCE)
@@ -63,9 +58,7 @@ def test_a_schedule_beside_that_of_the_configuration_is_refused() -> None:
 @pytest.fixture(scope="module")
 def in_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Loops and a Trainer in one process without DeepSpeed."""
-    folder = tmp_path_factory.mktemp("memory")
-    run_script(OFFLOAD, folder, -1, "none")
-    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+    return on_ranks(0, offload_ranks.main, tmp_path_factory.mktemp("memory"), -1, "none")[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
@@ -83,8 +76,7 @@ def test_loops_equal_those_without_deepspeed_wherever_the_state_lies(
         return
     if device == "nvme" and not compiles():
         pytest.skip(NO_COMPILER)
-    launch(2, OFFLOAD, tmp_path, stage, device)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found, _ = on_ranks(2, offload_ranks.main, tmp_path, stage, device)
     assert "steps without a closure: call accelerator.backward(loss)" in found.pop("closure")
     assert found.keys() == in_memory.keys()
     for name, losses in found.items():

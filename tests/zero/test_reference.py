@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch, run_script
-from tests.zero import reference_ranks
+from tests.dist.launch import on_ranks
 from tests.zero.needed import needs_deepspeed
+from tests.zero.reference_ranks import loop
 
-SCRIPT = Path(reference_ranks.__file__)
 TOLERANCE = 5e-6  # of fp32
 
 pytestmark = [
@@ -21,16 +19,9 @@ pytestmark = [
 ]
 
 
-def found_in(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("alone")
-    run_script(SCRIPT, folder, "-1")
-    return found_in(folder)["-1"]  # type: ignore[no-any-return]
+    return on_ranks(0, loop, "-1", tmp_path_factory.mktemp("alone"))[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -40,8 +31,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_reference_model_beside_the_trained_one(
     word: str, divided: list[bool], alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    launch(2, SCRIPT, tmp_path, word)
-    found = found_in(tmp_path)[word]
+    found, _ = on_ranks(2, loop, word, tmp_path)
     assert found["divided"] == divided, "at stage 3 each rank has a part"
     assert found["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
     for weights, expected in zip(found["weights"], alone["weights"], strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch, run_script
-from tests.zero import swapped_loop, swapped_runs
+from tests.dist.launch import failure_on_ranks, on_ranks
+from tests.zero import swapped_loop
 from tests.zero.needed import needs_deepspeed
+from tests.zero.swapped_runs import Wide, main
 from tests.zero.test_zero_checkpoints import digest
 
 from windlass.core.errors import ConfigError
 from windlass.core.optional import is_available
 from windlass.zero.swap_files import check_buffers, lock_files
 
-SCRIPT = Path(swapped_runs.__file__)
 TOLERANCE = 5e-6
 NO_COMPILER = "needs libaio with its headers: apt-get install libaio-dev"
 
@@ -37,15 +36,14 @@ def compiles() -> bool:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not compiles():
         pytest.skip(NO_COMPILER)
-    made = tmp_path_factory.mktemp("swapped")
-    run_script(SCRIPT, made, "alone:alone:6")
-    launch(2, SCRIPT, made, "memory:memory:6", "memory-built:memory-built:6", timeout=900)
-    return made
+    return tmp_path_factory.mktemp("swapped")
 
 
-def found_in(folder: Path, name: str) -> Any:
-    found: Any = json.loads((folder / f"{name}.json").read_text())
-    return found
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Any]:
+    [alone] = on_ranks(0, main, folder, "alone:alone:6")
+    words = ("memory:memory:6", "memory-built:memory-built:6")
+    return alone | on_ranks(2, main, folder, *words, timeout=900)[0]
 
 
 @needs_deepspeed
@@ -61,15 +59,15 @@ def found_in(folder: Path, name: str) -> Any:
     ],
 )
 def test_a_run_equals_one_in_memory_and_resumes_to_the_same_bits(
-    kind: str, in_files: list[str], folder: Path, tmp_path: Path
+    kind: str, in_files: list[str], folder: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     """Also one whose processes were killed."""
     _, _, built = kind.partition("-")
     in_memory = f"memory-{built}" if built else "memory"
-    launch(2, SCRIPT, tmp_path, f"clean:{kind}:6", f"same:{kind}:3", timeout=900)
-    launch(2, SCRIPT, tmp_path, f"killed:{kind}:6:killed", timeout=900, expect=1)
-    launch(2, SCRIPT, tmp_path, f"same:{kind}:6:resume", f"killed:{kind}:6:resume", timeout=900)
-    found, memory, alone = found_in(tmp_path, "clean"), found_in(folder, in_memory), found_in(folder, "alone")
+    found = on_ranks(2, main, tmp_path, f"clean:{kind}:6", f"same:{kind}:3", timeout=900)[0]["clean"]
+    failure_on_ranks(2, main, tmp_path, f"killed:{kind}:6:killed", timeout=900)
+    on_ranks(2, main, tmp_path, f"same:{kind}:6:resume", f"killed:{kind}:6:resume", timeout=900)
+    memory, alone = dict(expected[in_memory]), expected["alone"]
     files = found.pop("files")
     assert all(any(part in name for name in files) for part in in_files), "they were in files"
     assert not memory.pop("files")
@@ -89,17 +87,17 @@ def test_a_run_equals_one_in_memory_and_resumes_to_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["optimizer", "both"])
 def test_a_checkpoint_of_files_is_continued_in_one_process_and_back(
-    kind: str, folder: Path, tmp_path: Path
+    kind: str, folder: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    launch(2, SCRIPT, tmp_path, f"first:{kind}:3", timeout=900)
+    on_ranks(2, main, tmp_path, f"first:{kind}:3", timeout=900)
     shutil.copytree(tmp_path / "first", tmp_path / "on")
-    run_script(SCRIPT, tmp_path, "on:alone:6:resume")
-    run_script(SCRIPT, tmp_path, "back:alone:3")
-    launch(2, SCRIPT, tmp_path, f"back:{kind}:6:resume", timeout=900)
-    expected = load_file(folder / "alone" / "model.safetensors")
+    on_ranks(0, main, tmp_path, "on:alone:6:resume")
+    on_ranks(0, main, tmp_path, "back:alone:3")
+    on_ranks(2, main, tmp_path, f"back:{kind}:6:resume", timeout=900)
+    weights = load_file(folder / "alone" / "model.safetensors")
     for run in ("on", "back"):
         for name, value in load_file(tmp_path / run / "model.safetensors").items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=TOLERANCE)
 
 
 @needs_deepspeed
@@ -108,9 +106,8 @@ def test_a_checkpoint_of_files_is_continued_in_one_process_and_back(
 def test_references_beside_the_trained_model_have_files_of_their_own(tmp_path: Path) -> None:
     if not compiles():
         pytest.skip(NO_COMPILER)
-    for device in ("cpu", "nvme"):
-        launch(2, Path(swapped_loop.__file__), tmp_path, device, timeout=600)
-    assert found_in(tmp_path, "nvme") == found_in(tmp_path, "cpu")
+    cpu, nvme = (on_ranks(2, swapped_loop.main, tmp_path, d, timeout=600)[0] for d in ("cpu", "nvme"))
+    assert nvme == cpu
     assert len(list(tmp_path.rglob("*_param.tensor.swp"))) == 6, "of each model, on each rank"
 
 
@@ -124,7 +121,7 @@ def test_references_beside_the_trained_model_have_files_of_their_own(tmp_path: P
 def test_buffers_that_are_too_small_are_named(section: dict[str, int], words: str) -> None:
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", **section}}}
     with pytest.raises(ConfigError, match=words):
-        check_buffers(swapped_runs.Wide(), config, 2)
+        check_buffers(Wide(), config, 2)
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.dist.launch import launch, run_script
+from tests.dist.launch import on_ranks
 from tests.zero import resumed_runs, runs
 from tests.zero.needed import needs_deepspeed
 
@@ -18,7 +18,6 @@ from windlass.checkpoint.stored import load_folder, open_folder
 from windlass.cli.main import main
 from windlass.core.errors import CheckpointError
 
-SCRIPT = Path(resumed_runs.__file__)
 TOLERANCE = 5e-6
 
 pytestmark = [
@@ -32,7 +31,7 @@ pytestmark = [
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """`clean`: 8 updates; `stopped`: its first 4, from which others go on."""
     made, stage = tmp_path_factory.mktemp("zero"), request.param
-    launch(2, SCRIPT, made, f"clean:{stage}:8", f"stopped:{stage}:4")
+    on_ranks(2, resumed_runs.main, made, f"clean:{stage}:8", f"stopped:{stage}:4")
     return made, stage
 
 
@@ -55,7 +54,7 @@ def digest(checkpoint: Path) -> dict[str, str]:
 def test_a_stopped_run_ends_with_the_same_bits(folder: tuple[Path, int]) -> None:
     made, stage = folder
     shutil.copytree(made / "stopped", made / "same")
-    launch(2, SCRIPT, made, f"same:{stage}:8:resume")
+    on_ranks(2, resumed_runs.main, made, f"same:{stage}:8:resume")
     clean, same = (digest(made / name / "checkpoint-8") for name in ("clean", "same"))
     assert {
         "model.parts.json",
@@ -73,9 +72,9 @@ def test_another_strategy_or_number_of_ranks_continues(
     name = f"on{ranks}with{other}"
     shutil.copytree(made / "stopped", made / name)
     if ranks == 1 and other < 0:
-        run_script(SCRIPT, made, f"{name}:{other}:8:resume")
+        on_ranks(0, resumed_runs.main, made, f"{name}:{other}:8:resume")
     else:
-        launch(ranks, SCRIPT, made, f"{name}:{other}:8:resume")
+        on_ranks(ranks, resumed_runs.main, made, f"{name}:{other}:8:resume")
     for ours, theirs in zip(
         weights(made / name / "checkpoint-8"), weights(made / "clean" / "checkpoint-8"), strict=True
     ):
@@ -84,8 +83,8 @@ def test_another_strategy_or_number_of_ranks_continues(
 
 def test_a_checkpoint_of_another_strategy_is_continued(folder: tuple[Path, int]) -> None:
     made, stage = folder
-    run_script(SCRIPT, made, f"alone{stage}:-1:4")
-    launch(2, SCRIPT, made, f"alone{stage}:{stage}:8:resume")
+    on_ranks(0, resumed_runs.main, made, f"alone{stage}:-1:4")
+    on_ranks(2, resumed_runs.main, made, f"alone{stage}:{stage}:8:resume")
     for ours, theirs in zip(
         weights(made / f"alone{stage}" / "checkpoint-8"),
         weights(made / "clean" / "checkpoint-8"),
@@ -129,7 +128,14 @@ def test_the_commands_know_such_folders(folder: tuple[Path, int], capsys: pytest
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_in_bf16_is_continued_from_its_fp32_values(stage: int, tmp_path: Path) -> None:
-    launch(2, SCRIPT, tmp_path, f"clean:{stage}b:8", f"stopped:{stage}b:4", f"stopped:{stage}b:8:resume")
+    on_ranks(
+        2,
+        resumed_runs.main,
+        tmp_path,
+        f"clean:{stage}b:8",
+        f"stopped:{stage}b:4",
+        f"stopped:{stage}b:8:resume",
+    )
     clean, same = (digest(tmp_path / name / "checkpoint-8") for name in ("clean", "stopped"))
     assert clean == same
     with open_parts(tmp_path / "clean" / "checkpoint-8", "model") as parts:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import launch, run_script
+from tests.dist.launch import on_ranks
 from tests.zero import generation_runs
 
 from windlass.core.optional import is_available
 
-SCRIPT = Path(generation_runs.__file__)
 TOLERANCE = 5e-6  # of fp32
 
 pytestmark = [
@@ -27,10 +25,8 @@ pytestmark = [
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_same_text_as_one_process(stage: int, tmp_path: Path) -> None:
     """Ranks have different numbers of batches, and texts of different lengths."""
-    run_script(SCRIPT, tmp_path, "alone", -1)
-    launch(2, SCRIPT, tmp_path, "run", stage)
-    names = ("alone-0", "run-0", "run-1")
-    alone, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
+    [alone] = on_ranks(0, generation_runs.main, tmp_path / "alone", -1)
+    first, second = on_ranks(2, generation_runs.main, tmp_path / "run", stage)
     assert first == second, "ranks disagree"
     assert first["divided"] == (stage == 3)
     assert first["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)

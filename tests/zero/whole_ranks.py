@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.trainer.small import arguments, rows
-from tests.zero.runs import RANK, Net, config
+from tests.zero.runs import Net, config
 
 from windlass import Trainer
 
@@ -23,16 +21,8 @@ class Watched(Trainer):
         return found
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path, evaluated: bool) -> list[bool]:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    args = arguments(
-        folder, max_steps=6, eval_on_start="evaluated" in sys.argv, **config(3, zero_optimization=zero)
-    )
+    args = arguments(folder, max_steps=6, eval_on_start=evaluated, **config(3, zero_optimization=zero))
     Watched(Net(), args, train_dataset=rows(40), eval_dataset=rows(9)).train()
-    if RANK == 0:
-        (folder / "whole.json").write_text(json.dumps(WHOLE))
-
-
-if __name__ == "__main__":
-    main()
+    return WHOLE

@@ -84,7 +84,7 @@ def _is_bool(hint: Any) -> bool:
 def _default(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if (default := default_of(field)) is not dataclasses.MISSING:
         return {"default": default}
-    return {"default": False} if hint is bool else {"required": True}
+    return {"default": False if hint is bool else None} if _is_bool(hint) else {"required": True}
 
 
 def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
@@ -119,7 +119,17 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         raise ValueError(
             f"field {field.name!r}: a flag has one type, Optional[X] or a union with str, and not {hint}"
         )
-    return {"type": kinds[0]}
+    return {"type": _or_none(kinds[0]) if type(None) in members(hint) else kinds[0]}
+
+
+def _or_none(kind: Any) -> Callable[[str], Any]:
+    """`kind`, which reads "none" and "null" as None."""
+
+    @functools.wraps(kind, updated=())  # argparse names it in errors
+    def parse(text: str) -> Any:
+        return None if text.lower() in ("none", "null") else kind(text)
+
+    return parse
 
 
 def _bool_flag(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
@@ -241,7 +251,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         read = [(str(path), read_text(path).split()) for path in files]
         read.append(("the command line", words))
         namespace, remaining = self.parse_known_args([word for _, some in read for word in some])
-        given = {name: place for place, some in read for name in self._given(some)}
+        given = {**self._defaults_set, **{name: place for place, some in read for name in self._given(some)}}
         outputs = self._instances(namespace, given)
         if vars(namespace):
             outputs.append(namespace)
@@ -268,10 +278,10 @@ class HfArgumentParser(argparse.ArgumentParser):
     def _instances(self, namespace: argparse.Namespace, given: Mapping[str, str]) -> list[Any]:
         """Build each dataclass and take its values out of the namespace.
 
-        A default is only passed on if the command line has its flag, so that the dataclass knows what was requested.
+        A default is only passed on if it was set, so that the dataclass knows what was requested.
 
         Args:
-            given: where each argument was set that has a flag.
+            given: where each argument was set.
         """
         found = vars(namespace)
         old = {
@@ -287,9 +297,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         outputs = []
         for dtype, values in zip(self.dataclass_types, inputs, strict=True):
             takes_old = isinstance(dtype, AcceptsOldNames)
-            outputs.append(
-                _noted(dtype(**values, **(old if takes_old else {})), {**self._defaults_set, **given})
-            )
+            outputs.append(_noted(dtype(**values, **(old if takes_old else {})), given))
         return outputs
 
     def _declared(self, name: str) -> bool:

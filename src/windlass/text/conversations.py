@@ -41,7 +41,8 @@ def _is_list_with(value: Any, *keys: str) -> bool:
 def maybe_convert_to_chatml(example: Example) -> Example:
     """Return `example` with "from" and "value" of its messages renamed to "role" and "content".
 
-    "conversations" is renamed to "messages". Names of roles are left as they are. Other examples are returned equal.
+    "conversations" becomes "messages", in place of any that are there. Names of roles are left as they are. Other
+    examples are returned equal.
     """
     new = {"from": "role", "value": "content"}
 
@@ -52,11 +53,11 @@ def maybe_convert_to_chatml(example: Example) -> Example:
             {new.get(key, key): item for key, item in m.items()} if isinstance(m, dict) else m for m in value
         ]
 
-    names = {"conversations": "messages"}
     listed = (*_PARTS, "conversations")
-    return {
-        names.get(name, name): renamed(value) if name in listed else value for name, value in example.items()
-    }
+    made = {name: renamed(value) if name in listed else value for name, value in example.items()}
+    if "conversations" in made:
+        made["messages"] = made.pop("conversations")
+    return made
 
 
 def apply_chat_template(

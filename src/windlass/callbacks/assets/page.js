@@ -69,7 +69,7 @@ const windlass = (() => {
       const line = curve(run, name);
       if (!line || !line.x.length) return;
       const label = page.runs.length > 1 ? `${run.name}: ${name}` : name;
-      found.push({ ...line, label, name, run: at, bad: run.series[name].bad, of: run.series[name].of,
+      found.push({ ...line, label, name, run: at,
         colour: COLOURS[(page.runs.length > 1 ? at + place * page.runs.length : place) % COLOURS.length],
         dash: DASHES[at % DASHES.length] });
     }));
@@ -100,13 +100,22 @@ const windlass = (() => {
       value: (chart, value) => short(value) };
   }
 
+  // The ticks of a logarithmic axis: powers of ten. uPlot's own, rounded to decimals, never come to an end for values below 1e-22.
+  function decades(low, high) {
+    const [first, last] = [low, high].map((end) => Math.round(Math.log10(end)));
+    const step = Math.ceil((last - first + 1) / 8);
+    return Array.from({ length: Math.floor((last - first) / step) + 1 }, (_, at) => Number(`1e${first + at * step}`));
+  }
+
   function options(title, width, specs, canLog) {
+    const logarithmic = view.log && canLog;
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
     return {
       width, height: 240, series: [{ label: AXES[view.axis], value: (chart, value) => short(value) }, ...specs],
-      scales: { x: { time: false }, y: { distr: view.log && canLog ? 3 : 1 } },
+      scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
       axes: [{ ...axis, values: (chart, ticks) => ticks.map(short) },
-        { ...axis, size: 70, values: (chart, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
+        { ...axis, size: 70, values: (chart, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))),
+          ...(logarithmic ? { splits: (chart, axis, low, high) => decades(low, high), filter: (chart, ticks) => ticks } : {}) }],
       // The others follow the cursor, and not the drag: they get its range from `zoom`.
       cursor: { sync: { key: "windlass", filters: { pub: (type) => type !== "mousedown" && type !== "mouseup" } },
         bind: { dblclick: () => () => zoom(null) }, drag: { x: true, y: false, setScale: false } },
@@ -145,11 +154,13 @@ const windlass = (() => {
 
   function framed({ title, names }) {
     const found = lines(names);
-    if (!found.length) return null;
+    const known = page.runs.flatMap((run) => names.filter((name) => Object.hasOwn(run.series, name)).map((name) => run.series[name]));
+    const bad = known.reduce((sum, series) => sum + series.bad, 0);
+    // A metric without a finite value has a caption alone.
+    if (!found.length && (!bad || known.some((series) => series.s.length))) return null;
     const figure = document.createElement("figure");
     figure.className = "card";
     const caption = document.createElement("figcaption");
-    const bad = found.reduce((sum, line) => sum + line.bad, 0);
     caption.textContent = title + clipped(title) + (view.difference ? ", difference" : "") + (bad ? ` (${bad} non-finite left out)` : "");
     figure.append(caption);
     return { found, figure, caption, title };
@@ -187,9 +198,10 @@ const windlass = (() => {
     charts = [];
     place.replaceChildren();
     // All figures before the first chart: how wide one is depends on how many there are.
-    frames = groups().map(framed).filter(Boolean);
-    place.append(...frames.map((one) => one.figure));
-    if (!frames.length) {
+    const figures = groups().map(framed).filter(Boolean);
+    place.append(...figures.map((one) => one.figure));
+    frames = figures.filter((one) => one.found.length);
+    if (!figures.length) {
       const nothing = document.createElement("p");
       nothing.className = "muted";
       nothing.textContent = "Nothing has been logged yet.";

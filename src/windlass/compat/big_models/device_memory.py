@@ -194,11 +194,10 @@ def get_balanced_memory(
     devices = [key for key in room if key not in ("cpu", "disk") and room[key] > 0]
     if not devices:
         return room
-    if len(devices) == 1:
-        low_zero = False
-        if max_memory is None and isinstance(devices[0], int):
-            room[devices[0]] = int(room[devices[0]] * USED_OF_ONLY_DEVICE)
-            _logger.info("using up to 90 %% of device %s; set max_memory to change that", devices[0])
+    low_zero = low_zero and len(devices) > 1 and 0 in room
+    if len(devices) == 1 and max_memory is None and isinstance(devices[0], int):
+        room[devices[0]] = int(room[devices[0]] * USED_OF_ONLY_DEVICE)
+        _logger.info("using up to 90 %% of device %s; set max_memory to change that", devices[0])
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     total = sizes.get("", 0)
     blocks = _largest_block(model, sizes, class_names(no_split_module_classes))
@@ -207,7 +206,7 @@ def get_balanced_memory(
     for index in numbers[:-1]:  # the last one keeps its limit, in case the slack is too small
         room[index] = min(room[0] if low_zero and index == 0 else share, room[index])
     if low_zero:
-        others = sum(room[index] for index in range(1, len(devices)))
+        others = sum(room[index] for index in numbers if index)
         room[0] = min(max(0, total - others), room[0])
     return room
 
