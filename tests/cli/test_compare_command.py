@@ -76,7 +76,7 @@ def test_a_trainer_of_transformers_differs_by_rounding_and_keeps_no_files(
     assert sorted(path.name for path in script.parent.iterdir()) == ["train.py"]
 
 
-# Two optimizers, a block that is recomputed with a graph of its own, and a loader that is told to shuffle by position.
+# Two optimizers, a block that is recomputed with a graph of its own, and a loader whose `shuffle` is given by position.
 TWO_OPTIMIZERS = """
 import torch
 from torch.utils.checkpoint import checkpoint

@@ -288,7 +288,7 @@ def _set_keys(settings: Settings, given: GivenRecipe | None) -> Iterator[tuple[s
     """Yield what is set: name, value, where."""
     unset: set[str] = set()
     if given is not None:
-        # Of these `from_arguments` reads the value also if nobody set it.
+        # Of these `from_arguments` reads the value also if it was not set.
         unset = {
             f"TrainingArguments.{name}" for name, _, is_default in describe(given.training) if is_default
         }

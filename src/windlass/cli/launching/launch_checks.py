@@ -199,7 +199,7 @@ def _is_module(name: str) -> bool:
         return True
     try:
         return importlib.util.find_spec(first) is not None
-    except ValueError:  # "__main__", which is no module of its own
+    except ValueError:  # "__main__" of a console script
         return False
 
 
