@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed of any division are read, and forged ones refused with an error that names them, in little memory.
+"""Folders of DeepSpeed of any division are read; forged ones are refused by one error that names them.
 
 The layout is written by hand here; `test_deepspeed_folder.py` reads what DeepSpeed itself wrote.
 """
