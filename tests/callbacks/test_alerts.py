@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import subprocess
@@ -46,6 +47,26 @@ def test_shares_and_checkpoints() -> None:
     assert rules_of(alerts, row(5)) == []
     now[0] = 130.0
     assert rules_of(alerts, row(6)) == [(6, "no_checkpoint")]
+
+
+def test_a_report_that_does_not_measure_a_rule_changes_nothing() -> None:
+    """A script logs rows of its own, also under these names."""
+    rules = {"loss_rise": 0.5, "data_wait": 0.3, "slow_rank": 0.3}
+    high = row(2, 2.0, data_wait=0.5, slowest_rank=1, slowest_rank_wait=0.5)
+    others: list[Any] = ["NaN", "Infinity", "much", True, [0.5]]
+    own = [row(step, None, data_wait=one, slowest_rank_wait=one) for step, one in enumerate(others, start=3)]
+    found = rules_of(Alerts(rules), row(1, 1.0), high, *own, {**high, "step": 9})
+    assert found == [(2, "loss_rise"), (2, "data_wait"), (2, "slow_rank")]
+
+
+def test_a_script_may_log_what_is_not_a_number(tmp_path: Path) -> None:
+    trainer = Trainer(
+        Net(), arguments(tmp_path, max_steps=1, alerts={"data_wait": 0.9}), train_dataset=rows(8)
+    )
+    trainer.train()
+    trainer.log({"data_wait": float("nan"), "slowest_rank_wait": float("nan")})
+    (logged,) = (one for one in read_metrics(tmp_path / "metrics.jsonl") if "data_wait" in one["timing"])
+    assert math.isnan(logged["timing"]["data_wait"])
 
 
 @pytest.mark.parametrize("value", [{"loss": 1}, {"data_wait": "much"}, {"data_wait": 0}, {"slow_rank": True}])

@@ -128,6 +128,16 @@ def test_faults_planted_by_hand_are_found(tmp_path: Path, fault: str) -> None:
     find(tmp_path, fault)
 
 
+@pytest.mark.dist
+def test_a_layout_that_one_rank_alone_refuses(tmp_path: Path) -> None:
+    words = ["a_rank_refuses", str(recipe(tmp_path, "mistral")), "--layout", "tp=2", "--json"]
+    environ = {"WINDLASS_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    code, text = end_of(FAULTY, *words, cwd=tmp_path, environ=environ)
+    found = json.loads(text[text.index("{\n") :])
+    assert (code, found["status"]) == (2, "refused")
+    assert "is refused by one rank" in found["difference"]
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_layout_that_is_refused_says_why(tmp_path: Path) -> None:

@@ -134,6 +134,15 @@ def test_more_runs_than_a_page_shows_are_refused(port: int) -> None:
     assert (status, text) == (400, "9 runs are chosen, and a page shows 8 at most: choose fewer")
 
 
+def test_a_run_in_a_run_of_its_name_is_listed_beside_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "same", 20)
+    write_run(tmp_path / "same" / "same", 10)
+    with server(tmp_path / "same") as (port, _):
+        links = re.findall(r'href="(page\?[^"]+)"', ask(port, "/")[2])
+        pages = {ask(port, f"/{link}")[2] for link in links}
+    assert len(links) == len(pages) == 2
+
+
 def test_it_may_be_started_before_the_first_run(tmp_path: Path) -> None:
     with server(tmp_path / "runs") as (port, _):
         assert "No runs yet." in ask(port, "/")[2]

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.dist.launch import on_ranks
 
 from windlass.cli.main import main
 from windlass.core.errors import ConfigError
@@ -100,6 +101,20 @@ def test_a_base_is_not_taken_over_from_other_texts_or_another_seed(problems: Pat
         seen.append((run / "base" / "model.safetensors").read_bytes())
     assert seen[0] == seen[1]
     assert len(set(seen)) == 3
+
+
+def test_a_base_that_the_first_process_cannot_write_ends_all(problems: Path) -> None:
+    base, words = problems.parent / "run" / "base", ["train", "sft-gsm8k", *small(problems)]
+    assert main(words) == 0
+    (base / "base_recipe.json").unlink()
+    (base / "base_recipe.json").mkdir()  # in the way at its end
+    shutil.rmtree(problems.parent / "run" / "checkpoint-2")
+    assert on_ranks(2, main, [*words, "training.use_cpu=true"]) == [2, 2]
+    shutil.rmtree(base)
+    base.write_text("")  # in the way at its beginning
+    assert on_ranks(2, main, [*words, "training.use_cpu=true"]) == [2, 2]
+    base.unlink()
+    assert on_ranks(2, main, [*words, "training.use_cpu=true"]) == [0, 0]
 
 
 def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ from windlass.core.errors import ConfigError, DataError, MissingDependencyError,
 from windlass.core.optional import is_available
 from windlass.search.optuna_sampler import OptunaSampler
 from windlass.search.search import ChosenTrial, arguments_of
+from windlass.search.search_settings import sweep_space
+from windlass.search.space import Float
 from windlass.search.study import FILE_NAME, Record
 from windlass.trainer_utils import BestRun
 
@@ -338,6 +340,28 @@ def test_a_sweep_and_a_space_of_ray_choose_here(tmp_path: Path) -> None:
     for trial in trials_in(tmp_path / "r"):
         assert 1 <= trial["params"]["seed"] <= 9
         assert trial["params"]["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"values": "abc"},
+        {"values": 3},
+        {"values": [1, 2], "probabilities": [0.9, 0.1]},
+        {"min": "low", "max": 1},
+        {"min": 0.5, "max": 3.5, "distribution": "int_uniform"},
+        {"mu": 0, "sigma": 1, "distribution": "normal"},
+        "abc",
+    ],
+)
+def test_what_a_sweep_cannot_choose_from_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"hp_space.parameters.seed.*is not understood"):
+        sweep_space({"parameters": {"seed": given}})
+
+
+def test_ends_of_a_sweep_may_be_words_as_yaml_reads_them() -> None:
+    given = {"min": "1e-5", "max": "1e-3", "distribution": "log_uniform_values"}
+    assert sweep_space({"learning_rate": given}) == {"learning_rate": Float(1e-5, 1e-3, log=True)}
 
 
 def test_metrics_of_a_run_are_in_the_folder_that_its_arguments_name(tmp_path: Path) -> None:

@@ -28,9 +28,11 @@ def test_every_way_to_give_an_image_opens_the_same(tmp_path: Path) -> None:
     content = encoded(image)
     (tmp_path / "a.png").write_bytes(content)
     text = base64.b64encode(content).decode()
+    spaced = tmp_path / "ä b#1.png"
+    spaced.write_bytes(content)
     files = ImageFiles(str(tmp_path))
     ways = [
-        image, content, "a.png", Path("a.png"), f"file://{tmp_path}/a.png", np.asarray(image),
+        image, content, "a.png", Path("a.png"), f"file://{tmp_path}/a.png", spaced.as_uri(), np.asarray(image),
         f"data:image/png;base64,{text}", {"bytes": content, "path": None}, {"bytes": None, "path": "a.png"},
         {"type": "image", "image": {"path": "a.png"}}, {"type": "image", "base64": text},
         {"type": "image", "url": "a.png"},

@@ -95,6 +95,8 @@ class Alerts:
         for rule, limit in self._rules.items():
             message = getattr(self, f"_{rule}")(row, limit)
             if message is None:
+                continue
+            if not message:
                 self._holding.discard(rule)
             elif rule not in self._holding:
                 self._holding.add(rule)
@@ -117,27 +119,33 @@ class Alerts:
             self._send(alert)
         return {**alert, "timing": {"wall": time.time()}}
 
-    # --- the rules ----------------------------------------------------------------------------------------------------
+    # --- the rules: a message if one holds, "" if it does not, None for a report that does not measure it -------------
 
     def _loss_rise(self, row: Row, limit: float) -> str | None:
         loss = row.get("loss")
         if isinstance(loss, str):  # how rows have what is not finite
             return f"the loss is {loss}"
-        if not isinstance(loss, float) or loss <= self._lowest + limit * abs(self._lowest):
+        if not isinstance(loss, float):
             return None
+        if loss <= self._lowest + limit * abs(self._lowest):
+            return ""
         return f"the loss is {loss:.4g}, and was {self._lowest:.4g}"
 
     def _data_wait(self, row: Row, limit: float) -> str | None:
-        share = row["timing"].get("data_wait", 0.0)
-        return f"{share:.0%} of the training time is spent waiting for data" if share > limit else None
+        share = row["timing"].get("data_wait")
+        if not is_number(share):  # a script may log anything under this name
+            return None
+        return f"{share:.0%} of the training time is spent waiting for data" if share > limit else ""
 
     def _no_checkpoint(self, row: Row, limit: float) -> str | None:
         passed = self._clock() - self._saved_at
-        return f"no checkpoint for {passed:,.0f} s" if passed > limit else None
+        return f"no checkpoint for {passed:,.0f} s" if passed > limit else ""
 
     def _slow_rank(self, row: Row, limit: float) -> str | None:
-        share, rank = row["timing"].get("slowest_rank_wait", 0.0), row["timing"].get("slowest_rank")
-        return f"others wait {share:.0%} of the training time for rank {rank}" if share > limit else None
+        share, rank = row["timing"].get("slowest_rank_wait"), row["timing"].get("slowest_rank")
+        if not is_number(share):
+            return None
+        return f"others wait {share:.0%} of the training time for rank {rank}" if share > limit else ""
 
 
 class Webhook:

@@ -95,7 +95,7 @@ def application(folder: Path, token: str) -> Any:
         runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
-        text = await asyncio.to_thread(_page, {name: history_of(path) for name, path in runs.items()})
+        text = await asyncio.to_thread(_page, {place: history_of(path) for place, path in runs.items()})
         return responses.HTMLResponse(text, headers=_HEADERS)
 
     # Looks at files are made in threads: one slow disk must not stop the answers to other pages.
@@ -150,26 +150,27 @@ def _guarded(token: str, responses: Any) -> Callable[[Answer], Answer]:
 
 
 def _chosen(folder: Path, wanted: Sequence[str]) -> dict[str, Path]:
-    """The runs of these names, as far as there are any."""
-    found = dict(runs_below(folder))
-    return {name: found[name] for name in wanted[:_MOST_RUNS] if name in found}
+    """The runs at these paths, relative to the folder, as far as there are any."""
+    found = {str(path.relative_to(folder)): path for _, path in runs_below(folder)}
+    return {place: found[place] for place in wanted[:_MOST_RUNS] if place in found}
 
 
 def _page(runs: Mapping[str, RunHistory]) -> str:
     found = [history.page() for history in runs.values()]
     position = ",".join(position for _, position in found)
-    live = "events?" + urlencode([*(("run", name) for name in runs), ("at", position)])
+    live = "events?" + urlencode([*(("run", place) for place in runs), ("at", position)])
     return render_page([run for run, _ in found], live=live)
 
 
 def _index(folder: Path, history_of: Callable[[Path], RunHistory]) -> str:
     rows = ""
-    for name, path in dict(runs_below(folder)).items():
+    for name, path in runs_below(folder):
         status = status_of_run(history_of(path).view())
-        link = in_html(f"page?{urlencode({'run': name})}")
+        place = str(path.relative_to(folder))  # the name of the folder itself may be that of a run in it, too
+        link = in_html(f"page?{urlencode({'run': place})}")
         loss = "" if status["loss"] is None else f"{status['loss']['value']:.4g}"
         rows += (
-            f'<tr><td><input type="checkbox" name="run" value="{in_html(name)}" aria-label="{in_html(name)}"></td>'
+            f'<tr><td><input type="checkbox" name="run" value="{in_html(place)}" aria-label="{in_html(name)}"></td>'
             f'<td><a href="{link}">{in_html(name)}</a></td><td>{in_html(status["sentence"])}</td><td>{loss}</td></tr>\n'
         )
     title = in_html(f"Runs below {folder.absolute().name}")

@@ -207,9 +207,11 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     resumed run keeps the one that it began with, also if its data has changed since.
 
     Raises:
-        ConfigError: a resumed run asks for another base. KeyboardInterrupt: the user ends its training, which the next
-            call continues.
+        ConfigError: a resumed run asks for another base. CheckpointError: its folder cannot be written; on all ranks.
+        KeyboardInterrupt: the user ends its training, which the next call continues.
     """
+    from windlass.dist.gang import current
+    from windlass.trainer.session import together
     from windlass.trainer.trainer import Trainer
     from windlass.zero.building import DividedBuilding
 
@@ -221,8 +223,6 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     if _is_kept(folder, settings, parts.resumed):
         return folder
     is_main = world_from_environment().is_main
-    if is_main:
-        _begin_base(folder, settings)
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
     )
@@ -253,13 +253,13 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         pack(texts, tokenizer, spec.block_size),
         processing_class=tokenizer,
     )
+    # Once the processes have met, so that an error of the first one ends all.
+    together(current(), lambda: _begin_base(folder, settings) if is_main else None, (OSError,))
     trainer.train(resume_from_checkpoint="auto")
     if trainer.state.global_step < spec.max_steps:
         raise KeyboardInterrupt
     trainer.save_model()
-    if is_main:
-        _complete_base(folder, settings)
-    trainer.accelerator.wait_for_everyone()
+    together(current(), lambda: _complete_base(folder, settings) if is_main else None, (OSError,))
     return folder
 
 

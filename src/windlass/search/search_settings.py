@@ -54,7 +54,10 @@ def sweep_space(sweep: Mapping[str, Any]) -> dict[str, Distribution]:
     """Return the distributions of a sweep's configuration. Raises ConfigError for those that are not known."""
     found, problems = {}, []
     for name, given in sweep.get("parameters", sweep).items():
-        distribution = _of_sweep(given)
+        try:
+            distribution = _of_sweep(given)
+        except (TypeError, ValueError):  # ends that are not numbers
+            distribution = None
         if distribution is None:
             known = "value, values, or min and max with uniform, int_uniform, q_uniform or log_uniform_values"
             problems.append(
@@ -67,10 +70,11 @@ def sweep_space(sweep: Mapping[str, Any]) -> dict[str, Distribution]:
 
 
 def _of_sweep(given: Any) -> Distribution | None:
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or "probabilities" in given:
         return None
     if "values" in given or "value" in given:
-        return Categorical(tuple(given.get("values", (given.get("value"),))))
+        choices = given.get("values", [given.get("value")])
+        return Categorical(tuple(choices)) if isinstance(choices, list | tuple) else None
     if "min" not in given or "max" not in given:
         return None
     low, high = given["min"], given["max"]
@@ -78,8 +82,8 @@ def _of_sweep(given: Any) -> Distribution | None:
     match given.get("distribution", "int_uniform" if is_whole else "uniform"):
         case "uniform":
             return Float(float(low), float(high))
-        case "int_uniform":
-            return Int(int(low), int(high))
+        case "int_uniform" if is_whole:
+            return Int(low, high)
         case "q_uniform":
             return Float(float(low), float(high), float(given.get("q", 1)))
         case "log_uniform_values":

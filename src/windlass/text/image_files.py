@@ -79,7 +79,9 @@ class ImageFiles:
             return self._fetched(source)
         if source.startswith("data:image/"):
             return base64.b64decode(source.partition(",")[2], validate=True)
-        return Path(self.folder) / source.removeprefix("file://")
+        if source.startswith("file://"):
+            return Path(urllib.request.url2pathname(source.removeprefix("file://")))
+        return Path(self.folder) / source
 
     def _fetched(self, address: str) -> bytes:
         if not self.allow_urls:

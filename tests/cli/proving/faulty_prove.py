@@ -253,11 +253,29 @@ def a_rank_dies() -> None:
     NativeExecutor.step = step  # type: ignore[method-assign]
 
 
+@fault
+def a_rank_refuses() -> None:
+    """One rank refuses the layout, and never meets the others, which wait for it."""
+    from windlass.core.errors import ConfigError, Problem
+    from windlass.trainer import session
+
+    real = session.join
+
+    def join(world: Any, *rest: Any, **options: Any) -> Any:
+        if world.rank == 1:
+            raise ConfigError(Problem("tp_size", 2, "is refused by one rank"))
+        return real(world, *rest, **options)
+
+    session.join = join
+
+
 if planted := os.environ.get(_NAME):
     FAULTS[planted]()
 
 if __name__ == "__main__":
     from windlass.cli.main import main
+    from windlass.cli.proving import proving_processes
 
     os.environ[_NAME] = sys.argv[1]
+    proving_processes.LIMIT = 1e6  # no fault is found by waiting
     sys.exit(main(["prove", *sys.argv[2:]]))

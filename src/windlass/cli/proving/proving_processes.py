@@ -113,15 +113,14 @@ class StartedTraining:
         """Wait for the end of all of them. Those that are left when one failed are ended."""
         # A layout with a fault may wait forever: a collective that some ranks do not reach is one such fault.
         end = time.monotonic() + LIMIT
-        codes: dict[int, int] = {}
         while alive := [process for process in self.processes if process.is_alive()]:
+            # Looked at before each wait: one may have failed before the first.
+            if any(self._codes().values()):
+                end = min(end, time.monotonic() + _GRACE)
             left = end - time.monotonic()
             if left <= 0:
                 break
             connection.wait([process.sentinel for process in alive], timeout=left)
-            codes = self._codes()
-            if any(codes.values()):
-                end = min(end, time.monotonic() + _GRACE)
         codes = self._codes()
         self.end()
         return EndedTraining(self._trial, self._folder, codes)

@@ -117,7 +117,7 @@ _SHORTEST, _LONGEST = 3, 15
 
 def run_rank(trial: SmallTraining, rank: int, port: int, folder: str) -> None:
     """Carry out the part of one process. It writes what it printed, `REPORT`, and `VALUES`, and exits with 1 if the
-    training failed; a layout that is refused is in the report.
+    training failed or the layout is refused; the report has the reason.
     """
     place = Path(folder)
     _redirect(place / OUTPUT.format(rank))
@@ -125,16 +125,17 @@ def run_rank(trial: SmallTraining, rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     _enter(rank, trial.layout.processes, port)
     report: dict[str, Any] = {}
-    code = 0
+    code = 1
     try:
         with double_precision():
             noted = _train(trial, place, rank)
         report.update(reported=noted.reported, order=list(noted.tensors))
+        code = 0
     except (ConfigError, ModelError) as error:
         report["refused"] = str(error)
     except BaseException as error:
         traceback.print_exc()
-        report["failed"], code = f"{type(error).__name__}: {error}", 1
+        report["failed"] = f"{type(error).__name__}: {error}"
     (place / REPORT.format(rank)).write_text(json.dumps(report), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
