@@ -34,7 +34,7 @@ _MEANS = (
 _PARTS = ("_loss_of_pairs", "_loss_of_tokens")
 
 
-class DPOTrainer(ReferenceTrainer):
+class DPOTrainer(ReferenceTrainer[DPOConfig]):
     """Tunes a causal language model on preferences: rows with a chosen and a rejected answer.
 
     Args:
@@ -57,7 +57,6 @@ class DPOTrainer(ReferenceTrainer):
         ConfigError, DataError, ModelError: whatever can be known to be wrong before training.
     """
 
-    args: DPOConfig
     CONFIG = DPOConfig
     TAGS = ("windlass", "dpo")
     REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")

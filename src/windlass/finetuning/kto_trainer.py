@@ -95,7 +95,7 @@ _MEANS = (
 )  # fmt: skip
 
 
-class KTOTrainer(ReferenceTrainer):
+class KTOTrainer(ReferenceTrainer[KTOConfig]):
     """Tunes a causal language model on answers that are judged one by one.
 
     Args:
@@ -117,7 +117,6 @@ class KTOTrainer(ReferenceTrainer):
         ConfigError, DataError, ModelError: whatever can be known to be wrong before training.
     """
 
-    args: KTOConfig
     CONFIG = KTOConfig
     TAGS = ("windlass", "kto")
     REFERENCE_COLUMNS = ("ref_logps",)

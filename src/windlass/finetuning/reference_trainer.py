@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,10 @@ def move_towards(reference: nn.Module, model: nn.Module, alpha: float) -> None:
         own.data.mul_(1.0 - alpha).add_(other.data.to(own.dtype), alpha=alpha)
 
 
-class ReferenceTrainer(FineTuner):
+Config = TypeVar("Config", bound=ReferenceConfig)
+
+
+class ReferenceTrainer(FineTuner, Generic[Config]):
     """A `FineTuner` with a reference, whose log-probabilities may be computed once.
 
     Attributes:
@@ -81,15 +84,15 @@ class ReferenceTrainer(FineTuner):
         REFERENCE_COLUMNS: of precomputed log-probabilities, one for each answer of a row.
     """
 
-    args: ReferenceConfig
-    CONFIG: ClassVar[type[ReferenceConfig]] = ReferenceConfig
+    args: Config
+    CONFIG: type[Config]
     REFERENCE_COLUMNS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
         model: Any,
         ref_model: nn.Module | None = None,
-        args: ReferenceConfig | TrainingArguments | None = None,
+        args: Config | TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -122,14 +125,14 @@ class ReferenceTrainer(FineTuner):
         self._begin_reference(own_collator=own_collator)
 
     @classmethod
-    def preparation(cls, args: Any, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
+    def preparation(cls, args: Config, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
         """Return what prepares datasets by `args`, with `tokenizer`, for a model with `limits`."""
         raise NotImplementedError
 
-    def _check_passed(self, args: Any, *, own_collator: bool, has_metrics: bool) -> None:
+    def _check_passed(self, args: Config, *, own_collator: bool, has_metrics: bool) -> None:
         """Raise ConfigError if `args` contradict what a script passes; by default nothing does."""
 
-    def _collator(self, args: Any, pad_token_id: int) -> Callable[[list[Any]], Any]:
+    def _collator(self, args: Config, pad_token_id: int) -> Callable[[list[Any]], Any]:
         """What makes batches of samples unless a script passes it."""
         raise NotImplementedError
 
