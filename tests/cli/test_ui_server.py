@@ -111,7 +111,8 @@ def test_it_only_reads(port: int, method: str) -> None:
 
 
 def test_a_name_that_leads_here_is_refused(port: int) -> None:
-    assert ask(port, "/", Host="evil.example")[0] == 403
+    for name in ("evil.example", "["):
+        assert ask(port, "/", Host=name)[0] == 403
     assert ask(port, "/", Host=f"localhost:{port}")[0] == 200
 
 
@@ -194,3 +195,11 @@ def test_without_the_packages_the_command_that_installs_them(
     assert 'pip install "windlass-trainer[ui]"' in capsys.readouterr().err
     assert main(["ui", os.devnull]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_cannot_be_bound(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ui", str(tmp_path), "--host", host]) == 2
+    assert "is not an address of this machine" in capsys.readouterr().err
