@@ -76,6 +76,40 @@ def test_a_trainer_of_transformers_differs_by_rounding_and_keeps_no_files(
     assert sorted(path.name for path in script.parent.iterdir()) == ["train.py"]
 
 
+# Two optimizers, a block that is recomputed with a graph of its own, and a loader whose `shuffle` is given by position.
+TWO_OPTIMIZERS = """
+import torch
+from torch.utils.checkpoint import checkpoint
+
+rows = torch.utils.data.DataLoader(list(range(64)), 1, True)
+assert [int(row) for row in rows] == list(range(64))
+model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+for parameter in model.parameters():
+    torch.nn.init.ones_(parameter)
+optimizers = [torch.optim.SGD(layer.parameters(), lr) for layer, lr in zip(model, (0.0, 0.5))]
+for _ in range(4):
+    x = torch.ones(1, 2, requires_grad=True)
+    checkpoint(model, x, use_reentrant=True).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_the_last_update_has_the_steps_of_all_optimizers(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(TWO_OPTIMIZERS)
+    assert main(["compare", "--updates", "2", "--json", "train.py"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for run in (found["own"], found["windlass"]):
+        assert [update["rates"] for update in run["updates"]] == [[0.0, 0.5]] * 2
+        # All weights are 1, so the second layer gets 2 and 2 and returns 4, and its gradients are 2. Half of them
+        # brings it to 0.
+        assert [update["loss"] for update in run["updates"]] == [4.0, 0.0]
+        assert [update["norm"] for update in run["updates"]] == pytest.approx([(4 + 8) ** 0.5, 8**0.5])
+
+
 OWN_TRAINER = """
 import torch
 from windlass import Trainer, TrainingArguments
@@ -136,6 +170,7 @@ for _ in range(2 if under_windlass else 4):
 """
 
 
+@pytest.mark.slow
 def test_losses_that_are_not_a_number_are_the_same(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(NOT_A_NUMBER)
     assert main(["compare", "--json", "train.py"]) == 0

@@ -217,6 +217,7 @@ def test_the_detailed_table_is_printed(llama: str, capsys: pytest.CaptureFixture
         (["--sharding", "full"], "set --num_processes too"),
         (["--lora_r", "0"], "--lora_r=0: must be at least 1"),
         (["--length", "0"], "--length=0: must be at least 1"),
+        (["--dtypes", "int8"], "--dtypes='int8': chooses rows of the table without --batch_size"),
     ],
 )
 def test_what_does_not_fit_together(

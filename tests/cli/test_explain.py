@@ -34,6 +34,17 @@ def test_every_spelling_is_found(word: str, name: str) -> None:
     assert key.name == name
 
 
+@pytest.mark.parametrize(("word", "names"), [
+    ("role", ["launch.role", "data.messages.role"]), ("data.messages.role", ["data.messages.role"]),
+    ("debug", ["debug", "training.debug"]), ("TrainingArguments.debug", ["training.debug"]),
+    ("training.ddp_timeout", ["ddp.timeout"]),
+])  # fmt: skip
+def test_a_name_of_a_setting_and_of_an_argument_is_both(
+    word: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [one["name"] for one in as_json(capsys, word)] == names
+
+
 def test_value_origin_and_what_gave_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("mixed_precision: fp16\n")
@@ -66,6 +77,10 @@ def test_a_recipe_and_its_launcher_meet(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "TrainingArguments.bf16" in said
     assert "contradicts --mixed_precision='fp16'" in said
+    # What is set is set by someone, and not a default of the arguments.
+    found = as_json(capsys, "--recipe", str(recipe))
+    assert {one["name"] for one in found["settings"]} >= {"precision", "model.config"}
+    assert not {one["name"] for one in found["settings"]} & {"accumulation", "ddp.timeout"}
 
 
 def test_an_unknown_setting_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

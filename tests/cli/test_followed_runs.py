@@ -13,8 +13,10 @@ from tests.callbacks.page_runs import BEGAN, append_rows, row, write_run
 from windlass.callbacks import metrics_log
 from windlass.callbacks.page_data import page_data
 from windlass.callbacks.row_file import cut_back
-from windlass.callbacks.run_view import read_run
+from windlass.callbacks.run_view import RunView, read_run
+from windlass.cli import followed_runs
 from windlass.cli.followed_runs import FollowedRuns, RunHistory, kept_histories
+from windlass.core.errors import DataError
 
 
 def logged(step: int) -> dict[str, Any]:
@@ -109,6 +111,24 @@ def test_a_page_that_was_away_for_long_gets_all(tmp_path: Path) -> None:
     assert found["whole"]["series"]["loss"]["of"] == 3010
     (found,) = followed.look()["runs"]
     assert found["growth"] == {"series": {}, "clip": None}
+
+
+def test_rows_of_a_look_that_failed_are_on_the_next_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, 10)
+    history = RunHistory(tmp_path)
+    history.view()
+    append_rows(tmp_path, logged(11))
+
+    def stale(run: Path, whole: Any = None) -> RunView:
+        raise DataError(f"{run} cannot be read: [Errno 116] Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(followed_runs, "read_folder", stale)
+        with pytest.raises(DataError):
+            history.view()
+    assert history.page()[0].data == page_data(read_run(tmp_path))
 
 
 def test_norms_are_counted_as_in_a_page_of_all_rows_though_attempts_clip_differently(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -134,11 +136,33 @@ def test_samples_follow_the_seed(run: Path, capsys: Shown) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--temperature", "-1"), ("--top-p", "2"), ("--top-k", "0"), ("--max-new-tokens", "0")]
+    "words",
+    [
+        ("--temperature", "-1"),
+        ("--top-p", "2"),
+        ("--top-k", "0"),
+        ("--max-new-tokens", "0"),
+        ("--seed", "18446744073709551616"),
+    ],
 )
 def test_options_out_of_range_are_refused(words: tuple[str, str], run: Path, capsys: Shown) -> None:
     assert main(["generate", str(run), "the cat", *words]) == 2
     assert f"{words[0]}={words[1]}" in capsys.readouterr().err.replace(".0", "")
+
+
+def test_a_model_that_searches_with_beams_prints_the_best(run: Path, tmp_path: Path, capsys: Shown) -> None:
+    shutil.copytree(find_model(str(run)), tmp_path / "beams")
+    file = tmp_path / "beams" / "generation_config.json"
+    beams = {"num_beams": 3, "num_return_sequences": 2}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **beams}))
+    words = ["generate", str(tmp_path / "beams"), "the cat", "--raw", "--max-new-tokens", "6"]
+    assert main(words) == 0
+    model, tokenizer = open_trained(str(tmp_path / "beams"), None, "auto")
+    inputs = tokenizer("the cat", return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=6)[0, inputs["input_ids"].shape[1] :]
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(ids, skip_special_tokens=True)
+    for sampling in (["--temperature", "0"], ["--top-k", "2"]):
+        assert main([*words, *sampling]) == 0
 
 
 def test_an_adapter_is_put_on_its_base(tmp_path: Path, capsys: Shown) -> None:

@@ -9,8 +9,9 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.dist.launch import Started, run_script
@@ -20,10 +21,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.store import Store
 from windlass.cli.main import main
 from windlass.recipes.tokenizing import saved_tokenizer
 from windlass.trainer import run_checkpoints
+from windlass.trainer.trainer import Trainer
 
 Run = Callable[..., str]
 ROOT = Path(__file__).parents[2]
@@ -183,12 +186,66 @@ def test_dry_run_counts_epochs(windlass: Run) -> None:
     assert found["checked"] == {"updates": 2, "evaluation": True, "save": True, "load": True}
     assert found["disk_bytes"] == found["checkpoints_kept"] * found["checkpoint_bytes"] > 0
     assert found["schema"] == "windlass-dry-run/1"
-    assert (found["evaluations"], found["saves"]) == (4, 4)
+    # One more than the epochs: the best weights are loaded at the end, and evaluated.
+    assert (found["evaluations"], found["saves"]) == (5, 4)
     words = ("training.max_steps=20", "training.gradient_accumulation_steps=3", "training.keep_last=2")
     found = json.loads(windlass("train", "classifier.yaml", "--dry-run", "--json", *words))
     # 3 updates to an epoch: the end of training is that of the last one, which is not whole.
-    assert (found["steps"], found["evaluations"], found["saves"]) == (20, 7, 7)
+    assert (found["steps"], found["evaluations"], found["saves"]) == (20, 8, 7)
     assert found["checkpoints_kept"] == 4  # the two newest, the best, and one before it is removed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["training.eval_strategy=no"],
+        ["training.eval_delay=4"],
+        ["training.eval_on_start=true"],
+        ["training.keep_best=2", "training.eval_steps=2"],
+        [
+            "training.eval_strategy=epoch",
+            "training.save_strategy=best",
+            "training.metric_for_best_model=loss",
+        ],
+        ["training.load_best_model_at_end=true", "training.save_total_limit=1"],
+    ],
+)
+def test_dry_run_counts_what_the_run_does(
+    words: list[str], room: Path, windlass: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = json.loads(windlass("train", "lm.yaml", "--dry-run", "--json", *words))
+    counts = [0, 0, 0]
+    evaluate, remove = Trainer.evaluate, Retention.apply
+
+    def evaluated(trainer: Trainer, *args: Any, **kwargs: Any) -> dict[str, float]:
+        counts[0] += 1
+        return evaluate(trainer, *args, **kwargs)
+
+    def saved(policy: Retention, store: Store, protected: Iterable[Path]) -> None:
+        counts[1:] = counts[1] + 1, max(counts[2], len(store.whole()))
+        remove(policy, store, protected)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluated)
+    monkeypatch.setattr(Retention, "apply", saved)
+    windlass("train", "lm.yaml", *words)
+    assert [estimate["evaluations"], estimate["saves"]] == counts[:2]
+    assert estimate["checkpoints_kept"] >= counts[2]  # at most: the best may be the newest too
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["training.keep_best=2"],
+        ["training.lr_scheduler_type=reduce_lr_on_plateau"],
+        ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_scheduler_kwargs.num_decay_steps=4"],
+        ["training.save_only_model=true"],
+        ["training.max_steps=1"],
+    ],
+)
+def test_dry_run_accepts_what_the_run_accepts(words: list[str], windlass: Run) -> None:
+    found = json.loads(windlass("train", "lm.yaml", "--dry-run", "--json", *words))
+    assert found["checked"]["load"] == ("training.save_only_model=true" not in words)
+    assert found["checked"]["updates"] == (1 if "training.max_steps=1" in words else 2)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +265,7 @@ def test_dry_run_counts_epochs(windlass: Run) -> None:
             ["max_steps=-5", "num_train_epochs"],
         ),
         (["lm.yaml", "training.metric_for_best_model=f1"], ["metric_for_best_model='f1'", "eval_loss"]),
+        (["lm.yaml", "training.metric_for_best_model=f1", "--dry-run"], ["metric_for_best_model='f1'"]),
     ],
 )
 def test_bad_input_is_one_message_and_code_2(

@@ -111,7 +111,8 @@ def test_it_only_reads(port: int, method: str) -> None:
 
 
 def test_a_name_that_leads_here_is_refused(port: int) -> None:
-    assert ask(port, "/", Host="evil.example")[0] == 403
+    for name in ("evil.example", "["):
+        assert ask(port, "/", Host=name)[0] == 403
     assert ask(port, "/", Host=f"localhost:{port}")[0] == 200
 
 
@@ -186,6 +187,19 @@ def test_the_page_follows_a_run(tmp_path: Path) -> None:
         assert {url.split("/")[2] for url in tab.requests if url.startswith("http")} == {f"127.0.0.1:{port}"}
 
 
+@needs_browser
+def test_a_page_without_its_server_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "first", 3)
+    told = "document.getElementById('connection').checkVisibility()"
+    with browser() as tab:
+        with server(tmp_path) as (port, _):
+            tab.open(f"http://127.0.0.1:{port}/page?run=first")
+            tab.until("document.body.dataset.connection === 'open'")
+            assert tab.value(told) is False
+        tab.until("document.body.dataset.connection === 'lost'")
+        assert tab.value(told) is True
+
+
 def test_without_the_packages_the_command_that_installs_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,3 +208,11 @@ def test_without_the_packages_the_command_that_installs_them(
     assert 'pip install "windlass-trainer[ui]"' in capsys.readouterr().err
     assert main(["ui", os.devnull]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_cannot_be_bound(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ui", str(tmp_path), "--host", host]) == 2
+    assert "is not an address of this machine" in capsys.readouterr().err

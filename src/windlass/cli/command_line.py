@@ -143,6 +143,11 @@ def answer(options: argparse.Namespace, facts: Any, lines: Iterable[str], code: 
     return code
 
 
+def amount(number: int, name: str) -> str:
+    """Return a number with its noun, which gets an s unless there is one of it."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
 def in_words(size: float) -> str:
     """Return bytes in the largest unit that is at most the size."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -82,8 +82,10 @@ def differences(own: ScriptRecord, ours: ScriptRecord) -> dict[str, FirstDiffere
     found: dict[str, FirstDifference] = {}
     for number, (one, other) in enumerate(zip(own.updates, ours.updates, strict=False), 1):
         for name in QUANTITIES:
-            # As text, in which NaN equals NaN: `==` finds two runs with the same bits to differ.
-            if json.dumps(one[name]) != json.dumps(other[name]) and name not in found:
+            # As text, in which NaN equals NaN: `==` finds two runs with the same bits to differ. Sorted, since
+            # libraries group parameters in other orders.
+            texts = {json.dumps(values[name], sort_keys=True) for values in (one, other)}
+            if len(texts) > 1 and name not in found:
                 found[name] = FirstDifference(number, one[name], other[name])
     return found
 

@@ -14,7 +14,7 @@ import torch
 from windlass.assemble.resolve import resolve_cadence
 from windlass.callbacks.progress import PrinterCallback
 from windlass.checkpoint.remote import check_remote
-from windlass.cli.command_line import in_words
+from windlass.cli.command_line import amount, in_words
 from windlass.cli.screen import describe_run, duration
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
@@ -34,7 +34,9 @@ EVAL_BATCHES = 2
 
 
 class StepClock(TrainerCallback):
-    """Measures updates and the save in seconds. It waits for the device, so these are upper bounds."""
+    """Measures updates and the save in seconds, and ends the run after `STEPS` updates. It waits for the device, so
+    these are upper bounds.
+    """
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -47,6 +49,9 @@ class StepClock(TrainerCallback):
     def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.steps.append(_now() - self._since)
         self._since = _now()
+        # And not with `max_steps`: schedules and other settings that do not fit into two updates would be refused.
+        if state.global_step >= STEPS:
+            control.should_training_stop = True
 
     def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.save = _now() - self._since
@@ -95,26 +100,27 @@ def _try_output_folder(folder: Path, shown: str) -> None:
 
 def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[str], None]) -> Findings:
     small = training_arguments({**recipe.training, **_small(folder)}, recipe.task)
-    task, clock = TASKS[recipe.task], StepClock()
-    trainer = _quiet(task.open_trainer(parts, small))
-    full = training_arguments(recipe.training, recipe.task)
-    _, epoch, *_, steps = trainer.set_initial_training_values(full, trainer.get_train_dataloader())
-    trainer.add_callback(clock)
+    clock = StepClock()
+    trainer = _open(recipe, parts, small, clock)
+    _, epoch, *_, steps = trainer.set_initial_training_values(small, trainer.get_train_dataloader())
     say(describe_run(parts, trainer).replace(folder, "(a temporary folder)"))
     trainer.train()
-    if trainer.state.global_step < STEPS:
+    if trainer.state.global_step < min(STEPS, steps):
         raise KeyboardInterrupt
     evaluation = _evaluate(trainer, parts, small)
     checkpoint = Path(folder) / f"checkpoint-{trainer.state.global_step}"
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    _quiet(task.open_trainer(parts, small)).train(resume_from_checkpoint=str(checkpoint))
+    if not small.save_only_model:
+        _open(recipe, parts, small, StepClock()).train(resume_from_checkpoint=str(checkpoint))
     # The fastest step: the first one also warms up.
     return Findings(int(steps), int(epoch), min(clock.steps), evaluation, clock.save, size)
 
 
-def _quiet(trainer: Any) -> Any:
-    """Remove the lines of progress."""
+def _open(recipe: Recipe, parts: RecipeParts, args: TrainingArguments, clock: StepClock) -> Any:
+    """Return a trainer without lines of progress."""
+    trainer: Any = TASKS[recipe.task].open_trainer(parts, args)
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
     return trainer
 
 
@@ -122,14 +128,13 @@ def _small(folder: str) -> dict[str, Any]:
     """Return the arguments that differ from those of the full run."""
     return {
         "output_dir": folder,
-        "max_steps": STEPS,
         "logging_steps": 1,
-        "eval_strategy": "no",
+        # It keeps its strategy, on which others depend, and its turn never comes.
+        "eval_delay": 2 * STEPS,
         "eval_on_start": False,
         "save_strategy": "steps",
         "save_steps": STEPS,
         "load_best_model_at_end": False,
-        "metric_for_best_model": None,
         "resume_from_checkpoint": None,
         "push_to_hub": False,
         "disable_tqdm": True,
@@ -148,35 +153,58 @@ def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> floa
     return (_now() - began) / -(-len(few) // batch) * -(-len(parts.evaluation) // batch)
 
 
-def _times(cadence: CadencePlan, found: Findings, evaluations: int = 0) -> int:
-    """Return how often something with this cadence happens in the run: at most as often as it evaluates, for "best"."""
+def _moments(cadence: CadencePlan, found: Findings) -> set[int]:
+    """Return the updates after which something with this cadence happens; for "best", none of its own."""
     if cadence.strategy in ("no", "best"):
-        return 0 if cadence.strategy == "no" else evaluations
+        return set()
+    stride = found.epoch if cadence.strategy == "epoch" else cadence.steps
     # The last epoch may be a part of one, and ends too.
-    return -(-found.steps // (found.epoch if cadence.strategy == "epoch" else cadence.steps))
+    return {*range(stride, found.steps, stride), found.steps}
 
 
-def _kept(args: TrainingArguments, saves: int) -> int:
-    """Return how many checkpoints are on the disk at most: a new one is complete before an old one is removed."""
-    most = saves
+def _evaluations(args: TrainingArguments, found: Findings) -> set[int]:
+    """Return the updates after which the run evaluates."""
+    if found.evaluation is None:
+        return set()
+    moments = _moments(
+        resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, found.steps), found
+    )
+    delay = args.eval_delay * (found.epoch if args.eval_strategy == "epoch" else 1)
+    return {step for step in moments if step >= delay}
+
+
+def _kept(args: TrainingArguments, saves: int, best: int) -> int:
+    """Return how many checkpoints are on the disk at most, the `best` ones among them: a new one is complete before an
+    old one is removed.
+    """
     if args.save_total_limit is not None:
-        most = args.save_total_limit + 1
-    elif args.keep_last is not None or args.keep_best is not None:
-        most = (args.keep_last or 1) + (args.keep_best or 1) + 1
-    return min(saves, most)
+        return min(saves, max(args.save_total_limit, 1 + best) + 1)
+    if args.keep_last is not None or args.keep_best is not None:
+        return min(saves, (args.keep_last or 1) + best + 1)
+    return saves
 
 
 def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
     """What the full run would take; times in seconds, sizes in bytes."""
-    steps, stride = found.steps, args.eval_steps or args.logging_steps
-    evaluations = _times(resolve_cadence(args.eval_strategy, stride, steps), found)
-    saves = _times(resolve_cadence(args.save_strategy, args.save_steps, steps), found, evaluations)
+    steps, evaluated = found.steps, _evaluations(args, found)
+    saved = _moments(resolve_cadence(args.save_strategy, args.save_steps, steps), found)
+    if args.save_strategy == "best" or args.load_best_model_at_end or args.keep_best is not None:
+        saved |= evaluated  # at most: each evaluation may be the best so far, and is saved then
+    evaluations, saves = len(evaluated), len(saved)
+    if found.evaluation is not None:
+        # `windlass train` evaluates the final weights, unless the last evaluation did.
+        evaluations += args.eval_on_start + (steps not in evaluated or args.load_best_model_at_end)
     seconds = steps * found.step + evaluations * (found.evaluation or 0.0) + saves * found.save
-    kept = _kept(args, saves)
+    kept = _kept(args, saves, 0 if args.metric_for_best_model is None else args.keep_best or 1)
     peak, owner = peak_memory()
     return {
         "schema": SCHEMA,
-        "checked": {"updates": STEPS, "evaluation": found.evaluation is not None, "save": True, "load": True},
+        "checked": {
+            "updates": min(STEPS, steps),
+            "evaluation": found.evaluation is not None,
+            "save": True,
+            "load": not args.save_only_model,
+        },
         "steps": steps,
         "seconds_per_step": found.step,
         "seconds": seconds,
@@ -192,13 +220,14 @@ def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
 def _in_lines(found: dict[str, Any]) -> str:
     checked, memory = found["checked"], found["memory"]
     evaluation = "an evaluation, " if checked["evaluation"] else ""
+    load = ", a load" if checked["load"] else ""
     size, disk = in_words(found["checkpoint_bytes"]), in_words(found["disk_bytes"])
-    evaluations, saves, kept = (found[name] for name in ("evaluations", "saves", "checkpoints_kept"))
+    work = f"{amount(found['evaluations'], 'evaluation')} and {amount(found['saves'], 'save')}"
     rows = {
-        "checked": f"{checked['updates']} updates, {evaluation}a save, a load",
+        "checked": f"{amount(checked['updates'], 'update')}, {evaluation}a save{load}",
         "steps": f"{found['steps']:,} at {found['seconds_per_step'] * 1000:,.0f} ms",
-        "time": f"about {duration(found['seconds'])}, with {evaluations} evaluations and {saves} saves",
-        "disk": f"{size} per checkpoint, at most {disk} for the {kept} kept",
+        "time": f"about {duration(found['seconds'])}, with {work}",
+        "disk": f"{size} per checkpoint, at most {disk} for the {found['checkpoints_kept']:,} kept",
         "memory": f"{in_words(memory['bytes'])} at the peak of this rehearsal (memory of the {memory['of']})",
     }
     lines = (f"  {name:<10}{value}" for name, value in rows.items())

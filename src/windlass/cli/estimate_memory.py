@@ -46,6 +46,9 @@ def estimate_memory_command(words: list[str]) -> int:
     if options.library_name not in (None, "transformers"):
         fix = "only models of transformers can be built from a config alone"
         raise ConfigError(Problem("--library_name", options.library_name, fix))
+    if options.batch_size is not None and options.dtypes is not None:
+        fix = "chooses rows of the table without --batch_size; leave one of the two out"
+        raise ConfigError(Problem("--dtypes", " ".join(options.dtypes), fix))
     detailed = [name for name, default in _DETAILS.items() if getattr(options, name) != default]
     if options.batch_size is None and detailed:
         fix = f"is needed with --{detailed[0]}: samples of one process in a forward"
@@ -60,12 +63,13 @@ def estimate_memory_command(words: list[str]) -> int:
                 "memory of a script that trains it"
             )
         return _answer_training(options, facts)
-    sizes = estimate(model, options.dtypes)
+    dtypes = options.dtypes or list(DTYPES)
+    sizes = estimate(model, dtypes)
     lines = [
         _HEAD.format(**facts),
         *table([HEADERS, *(row.cells() for row in sizes)], str.rjust),
         "Training: weights, gradients and Adam's moments of all parameters;\nwith --batch_size also activations.",
-        *([_WHY_MORE] if {"float16", "bfloat16"} & set(options.dtypes) else []),
+        *([_WHY_MORE] if {"float16", "bfloat16"} & set(dtypes) else []),
     ]
     return answer(options, {**facts, "bytes": {row.dtype: row._asdict() for row in sizes}}, lines)
 
@@ -90,7 +94,7 @@ def build_parser() -> CommandParser:
     add = parser.add_argument
     shown = f"the dtypes to show, of {', '.join(DTYPES)} (default: all)"
     add("model", help="a config.json, a folder with one, or a model's name on the Hub")
-    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), metavar="DTYPE", help=shown)
+    add("--dtypes", nargs="+", choices=DTYPES, metavar="DTYPE", help=shown)
     parser.set_defaults(**_DETAILS)
     add_to = parser.add_argument_group("training with Adam, in detail").add_argument
     add_to("--batch_size", type=int, metavar="N", help="samples of one process in a forward")

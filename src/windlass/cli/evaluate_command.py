@@ -97,10 +97,10 @@ def build_parser() -> CommandParser:
 
 def _problems(options: argparse.Namespace) -> Iterator[Problem]:
     limit, shots, size = options.limit, options.num_fewshot, options.batch_size
+    if not all(_tasks(options)):
+        yield Problem("--tasks", options.tasks, "name tasks, separated by commas")
     for word in _tasks(options):
-        if not word:
-            yield Problem("--tasks", options.tasks, "name tasks, separated by commas")
-        elif word.endswith((".yaml", ".yml")) and not Path(word).is_file():
+        if word.endswith((".yaml", ".yml")) and not Path(word).is_file():
             yield Problem("--tasks", word, "there is no such file")
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
         yield Problem("--limit", limit, "must be a whole number, or a share between 0 and 1")

@@ -181,14 +181,22 @@ def find_setting(word: str) -> Key | None:
 
 def _one(word: str, settings: Settings, given: GivenRecipe | None) -> Iterator[Explanation]:
     spelling = word.replace("-", "_")
-    found = _arguments(spelling, given)
-    old = OLD_NAMES.get(spelling)
-    if (key := find_setting(word)) is not None:
+    key, old = find_setting(word), OLD_NAMES.get(spelling)
+    # Those that do not set it: a launch and a conversation have a "role" each.
+    arguments = [
+        argument
+        for argument in _arguments(spelling, given)
+        if key is None or argument.keys[-1] not in key.fields
+    ]
+    if key is not None and arguments and "." in spelling:  # means one of them
+        key, arguments = (key, []) if key.name == spelling else (None, arguments)
+    if key is not None:
         yield explain(key, settings)
-    elif found:
-        for argument in found:
-            yield _explain_argument(argument, given)
-    elif old is not None:
+    for argument in arguments:
+        yield _explain_argument(argument, given)
+    if key is not None or arguments:
+        return
+    if old is not None:
         yield Gone(spelling, None, [("gone", old.note)])
     elif (owner := _OF_LIBRARIES.get(spelling.rpartition(".")[0])) is not None:
         raise ConfigError(Problem("NAME", word, f"is an option of {owner}, which documents it"))
@@ -278,14 +286,20 @@ def explain(key: Key, settings: Settings) -> Explanation:
 
 def _set_keys(settings: Settings, given: GivenRecipe | None) -> Iterator[tuple[str, Any, str]]:
     """Yield what is set: name, value, where."""
+    unset: set[str] = set()
     if given is not None:
+        # Of these `from_arguments` reads the value also if it was not set.
+        unset = {
+            f"TrainingArguments.{name}" for name, _, is_default in describe(given.training) if is_default
+        }
         for argument in all_arguments(given.recipe.task):
             value, origin = given.value(argument), given.draft.origin(*argument.keys)
             if origin is not None and not is_dataclass(value):
                 yield argument.dotted, value, origin
     for name in sorted(settings):
         setting = settings[name]
-        yield name, setting.value, f"{setting.origin}{_note(setting)}"
+        if setting.origin not in unset:
+            yield name, setting.value, f"{setting.origin}{_note(setting)}"
 
 
 def _facts(settings: Settings, given: GivenRecipe | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from windlass.callbacks.rows import Row
 from windlass.callbacks.run_view import RunView
 from windlass.cli.report_command import described
 from windlass.cli.status_command import read_folder
+from windlass.core.errors import DataError
 
 _MOST_RUNS = 64  # whose histories are kept
 _NEWEST_ROWS = 2000  # that a page may lack without getting all
@@ -40,8 +41,11 @@ class RunHistory:
     """A run as far as its folder was read."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._tail = folder, RowTail(folder / FILE_NAME)
-        self._lock = threading.Lock()  # pages are made in threads
+        self._folder, self._lock = folder, threading.Lock()  # pages are made in threads
+        self._tail = RowTail(folder / FILE_NAME)
+        self._forget()
+
+    def _forget(self) -> None:
         self._curves, self._kept = Curves(), list[Row]()
         self._grown: deque[_Grown] = deque()
         self._grown_rows = 0
@@ -78,12 +82,16 @@ class RunHistory:
         before = self._tail.position
         found = self._tail.read()
         if not found.continues:
-            self._curves, self._kept = Curves(), []
-            self._grown.clear()
-            self._grown_rows = 0
+            self._forget()
         tokens = self._curves.tokens
         self._kept = telling([*self._kept, *found.rows])
-        view = read_folder(self._folder, whole=(self._kept, found.damage))
+        try:
+            view = read_folder(self._folder, whole=(self._kept, found.damage))
+        except DataError:
+            # The tail does not return these rows again, and the curves would lack them for good.
+            self._tail = RowTail(self._folder / FILE_NAME)
+            self._forget()
+            raise
         self._curves.add(view, found.rows)
         if found.continues and self._tail.position != before:
             self._grown.append(_Grown(before, found.rows, tokens))

@@ -39,7 +39,10 @@ _USUAL = "h100"
 
 def plan_command(words: list[str]) -> int:
     """Print the plan of a recipe or a script; return the exit code."""
-    options, rest = build_parser().parse_known_args(words)
+    # A second "--" is the script's own.
+    own = words[: words.index("--")] if "--" in words else words
+    options, rest = build_parser().parse_known_args(own)
+    rest += words[len(own) + 1 :]
     device = _device(options.device)
     if options.world < 1:
         raise ConfigError(Problem("--world", options.world, "must be at least 1"))
@@ -94,7 +97,7 @@ def _device(name: str | None) -> tuple[str, Board] | None:
     board = find_board(name)
     if board is None:
         known = [each.short for each in BOARDS.values()]
-        fix = f"is not known{did_you_mean(name, known)}; known: {', '.join(known)}"
+        fix = f"must be one of {', '.join(known)}{did_you_mean(name, known)}"
         raise ConfigError(Problem("--device", name, fix))
     return board
 
@@ -107,7 +110,7 @@ def _start(what: str, rest: list[str]) -> Start:
 
         # As `windlass run` does: the Trainer of a script for transformers must be the one that is rehearsed.
         load_outside("imports of other libraries").install()
-        return lambda: _run_script(what, [word for word in rest if word != "--"])
+        return lambda: _run_script(what, rest)
     flags = [word for word in rest if "=" not in word]
     if flags:
         fix = "is neither a flag of `windlass plan` nor an override such as training.bf16=true"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from windlass.cli.command_line import in_words
+from windlass.cli.command_line import amount, in_words
 from windlass.cli.screen import duration
 from windlass.forecast.forecast import Forecast, words_of
 from windlass.forecast.meter import SAVED
@@ -37,7 +37,7 @@ def memory_lines(forecast: Forecast) -> Iterator[str]:
     yield f"{'memory of a rank':<26}{'at the peak':>14}{'at most':>14}"
     for kind, (now, most) in forecast.kinds().items():
         yield f"  {kind:<24}{in_words(now):>14}{in_words(most):>14}"
-    yield f"  {'together':<24}{in_words(forecast.peak):>14}{_of_device(forecast):>14}"
+    yield f"  {'together':<24}{in_words(forecast.peak):>14}{_of_device(forecast):>14}".rstrip()
 
 
 def _update(forecast: Forecast) -> Iterator[str]:
@@ -47,8 +47,8 @@ def _update(forecast: Forecast) -> Iterator[str]:
         yield f"{mesh.size():,} ranks: {axes}"
     count = facts["accumulation"]
     yield (
-        f"an update of a rank: {count} micro-batch{'es' if count > 1 else ''} of {facts['samples']} "
-        f"sample{'s' if facts['samples'] > 1 else ''}, {facts['positions']:,} positions"
+        f"an update of a rank: {count} micro-batch{'es' if count > 1 else ''} of "
+        f"{amount(facts['samples'], 'sample')}, {amount(facts['positions'], 'position')}"
     )
     if (peaks := facts.get("peaks")) is not None:
         rank, _ = max(peaks, key=lambda each: each[1])
@@ -67,22 +67,21 @@ def _of_device(forecast: Forecast) -> str:
 def _outside(forecast: Forecast) -> Iterator[str]:
     for link in forecast.links():
         where = f"{link.axis} ({link.ranks:,} ranks)"
-        yield f"{'sent over':<10}{where}: {in_words(link.nbytes)} in {link.collectives} collectives an update"[
-            :_WIDTH
-        ]
+        sent = f"{in_words(link.nbytes)} in {amount(link.collectives, 'collective')} an update"
+        yield f"{'sent over':<10}{where}: {sent}"[:_WIDTH]
     yield f"{'disk':<10}{in_words(forecast.disk)} per checkpoint"
     if forecast.copy:
         yield f"{'host':<10}{in_words(forecast.copy)} for the {SAVED} in the background"
     if (errors := forecast.errors()) is not None:
-        family, runs = forecast.trace.facts["family"], "1 run" if errors.runs == 1 else f"{errors.runs} runs"
-        yield f"{'error':<10}of plans for {family} in {runs}: {errors.least:+.1%} to {errors.most:+.1%}"
+        runs = f"{forecast.trace.facts['family']} in {amount(errors.runs, 'run')}"
+        yield f"{'error':<10}of plans for {runs}: {errors.least:+.1%} to {errors.most:+.1%}"
     time = forecast.time()
     if time is not None:
         assert forecast.device is not None
         yield f"{'time':<10}at least {_seconds(time.update)} an update on {forecast.device[0]}"[:_WIDTH]
         yield f"{'':<10}computing {_seconds(time.compute)}, exchanging {_seconds(time.exchange)} beside it"
         steps = forecast.trace.facts["steps"]
-        yield f"{'':<10}{duration(steps * time.update)} for {steps:,} updates"
+        yield f"{'':<10}{duration(steps * time.update)} for {amount(steps, 'update')}"
 
 
 def _seconds(value: float) -> str:

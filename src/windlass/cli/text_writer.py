@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from windlass.cli.command_line import DTYPES
-from windlass.config.sections.setting import Range, at_least
+from windlass.config.sections.setting import SEED, Range, at_least
 from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.optional import require
 from windlass.core.output import STDOUT, escaped, say
@@ -65,16 +65,20 @@ class Writer:
         if most < 1:
             raise DataError(f"the prompt has {length} tokens, which fill the model's context; shorten it")
         printed: Any = _printer(self.tokenizer, skip_prompt=not is_encoder_decoder)
+        options: dict[str, Any] = {
+            "max_new_tokens": most,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "num_return_sequences": 1,
+            **self._choice,
+        }
         try:
             with torch.no_grad():
-                generate(
-                    self._model,
-                    inputs,
-                    streamer=printed,
-                    max_new_tokens=most,
-                    pad_token_id=self.tokenizer.pad_token_id,
-                    **self._choice,
-                )
+                if options.get("num_beams", self._model.generation_config.num_beams or 1) == 1:
+                    generate(self._model, inputs, streamer=printed, **options)
+                else:
+                    # Any beam may be the best until the end, so nothing can be printed before.
+                    ids = generate(self._model, inputs, **options)[0, 0 if is_encoder_decoder else length :]
+                    printed.on_finalized_text(self.tokenizer.decode(ids, skip_special_tokens=True))
         finally:
             say()
         return str(printed.text)
@@ -104,13 +108,16 @@ def positions_left(config: Any, used: int) -> int:
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `generate` that were chosen; those of the model are its defaults."""
+    """Return the arguments of `generate` that were chosen; those of the model are its defaults. Chosen tokens are those
+    of one text, whatever number of beams the model searches by default.
+    """
     share = Range(lambda number: 0 < number <= 1, "must be above 0 and at most 1")
     rules = (
         ("max_new_tokens", at_least(1)),
         ("temperature", at_least(0)),
         ("top_p", share),
         ("top_k", at_least(1)),
+        ("seed", SEED),
     )
     given = ((f"--{name.replace('_', '-')}", getattr(options, name), rule) for name, rule in rules)
     refuse(
@@ -119,10 +126,10 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
         if value is not None and not rule.holds(value)
     )
     if options.temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
     chosen = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    return {"do_sample": True, **chosen} if chosen else {}
+    return {"do_sample": True, "num_beams": 1, **chosen} if chosen else {}
 
 
 def _printer(tokenizer: Any, *, skip_prompt: bool) -> Any:
@@ -142,7 +149,7 @@ def _printer(tokenizer: Any, *, skip_prompt: bool) -> Any:
 
 
 # Of both texts, so that only the training differs.
-SEED = 0
+SAMPLE_SEED = 0
 
 
 def continue_prompt(parts: RecipeParts, trainer: Any) -> str | None:
@@ -168,7 +175,7 @@ def continue_prompt(parts: RecipeParts, trainer: Any) -> str | None:
     model.eval()
     # In mixed precision as it is trained: a base of few bits has layers of two dtypes.
     with preserved_rng(device), torch.no_grad(), trainer.compute_loss_context_manager():
-        torch.manual_seed(SEED)
+        torch.manual_seed(SAMPLE_SEED)
         ids = generate(
             model, prompt.to(device), max_new_tokens=most, pad_token_id=tokenizer.pad_token_id, **choice
         )[0]

@@ -7,6 +7,7 @@ for names of other machines are refused, so that a page of the web cannot read i
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import json
 import socket
@@ -65,6 +66,8 @@ def serve(folder: Path, host: str, port: int, token: str, announce: Callable[[st
             bound.listen()
         except OSError as error:
             fix = f"cannot be bound ({error.strerror or error}); choose another --port, or 0 for a free one"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                fix = f"is not an address of this machine ({error.strerror or error})"
             raise ConfigError(Problem("--host, --port", f"{host}:{port}", fix)) from error
         shown = f"[{host}]" if ":" in host else host
         query = f"?{urlencode({'token': token})}" if token else ""
@@ -125,8 +128,7 @@ def _guarded(token: str, responses: Any) -> Callable[[Answer], Answer]:
             if token and not hmac.compare_digest(given.encode(), token.encode()):
                 text = "this page needs the token that windlass ui printed"
                 return responses.PlainTextResponse(text, status_code=403, headers=_HEADERS)
-            name = urlsplit(f"//{request.headers.get('host', '')}").hostname
-            if not token and name not in _LOCAL_NAMES:
+            if not token and _host_of(request) not in _LOCAL_NAMES:
                 text = "served to this machine alone: open it as localhost"
                 return responses.PlainTextResponse(text, status_code=403, headers=_HEADERS)
             if token and "token" in request.query_params:
@@ -144,6 +146,14 @@ def _guarded(token: str, responses: Any) -> Callable[[Answer], Answer]:
         return guarded
 
     return guard
+
+
+def _host_of(request: Any) -> str | None:
+    """Return the name that a request was sent to, without the port; None if it is not a name."""
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname
+    except ValueError:  # a bracket alone, for example
+        return None
 
 
 # --- what is served ---------------------------------------------------------------------------------------------------

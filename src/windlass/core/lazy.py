@@ -117,7 +117,8 @@ class _TorchFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torch":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        # Not those before it: of two of this class, as in a launched `windlass train`, each would ask the other.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,50 @@ def test_two_optimizers_without_a_backward_between_them_are_one_update(recorder:
     assert [update["rates"] for update in written(recorder)["updates"]] == [[0.1, 0.2]] * 2
 
 
+def test_an_update_lasts_from_its_first_forward_to_the_step_of_its_last_optimizer(recorder: Recorder) -> None:
+    parts = [nn.Linear(2, 1), nn.Linear(1, 1)]
+    recorder.called(parts[0], (torch.ones(1, 2),), {})
+    began = time.perf_counter()
+    torch.linalg.svd(torch.rand(150, 150))
+    ended = time.perf_counter()
+    recorder.backward(torch.ones(()), None)
+    for part in parts:
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        recorder.before_step(optimizer)
+        recorder.after_step(optimizer)
+    (update,) = written(recorder)["updates"]
+    assert update["seconds"] >= ended - began
+
+
+def test_rows_are_of_the_model_and_not_of_what_gets_its_output(recorder: Recorder) -> None:
+    model, head, loss = nn.Linear(2, 2), nn.Linear(2, 2), nn.MSELoss()
+    x = torch.ones(3, 2)
+    for _ in range(2):  # of two answers, say
+        recorder.called(model, (x,), {})
+        recorder.called(head, (model(x),), {})
+    recorder.called(loss, (head(model(x)), x), {})
+    recorder.backward(torch.ones(()), None)
+    recorder.called(model, (x,), {})
+    recorder.backward(torch.ones(()), None)
+    twice, once = recorder.pending_rows
+    assert len(once) == 3
+    assert twice == once * 2
+
+
+def test_a_row_is_the_same_without_a_mask_that_keeps_all_of_it(recorder: Recorder) -> None:
+    layer, tokens = nn.Embedding(9, 2), torch.tensor([[4, 5, 6]])
+    for batch in ({"input_ids": tokens}, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}):
+        recorder.called(layer, (), batch)
+        recorder.backward(torch.zeros(()), None)
+    assert recorder.pending_rows[0] == recorder.pending_rows[1]
+
+
 def test_a_gradient_that_a_backward_is_given_scales_the_loss(recorder: Recorder) -> None:
     recorder.backward(torch.tensor(3.0), torch.tensor(0.5))
-    recorder.before_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-    assert float(recorder.updates[0]["loss"]) == 1.5
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    recorder.before_step(optimizer)
+    recorder.after_step(optimizer)
+    assert written(recorder)["updates"][0]["loss"] == 1.5
 
 
 @dataclass

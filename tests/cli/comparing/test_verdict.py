@@ -74,6 +74,11 @@ def test_rows_that_were_not_seen_are_not_called_the_same(tmp_path: Path) -> None
     assert said.startswith("from update 3 the loss differs by a factor of 2; the rows are not known")
 
 
+def test_weights_are_the_same_in_whatever_order_the_optimizer_has_them(tmp_path: Path) -> None:
+    own = record(tmp_path / "own", {"digests": {"a": "0", "b": "1"}})
+    assert not differences(own, record(tmp_path / "ours", {"digests": {"b": "1", "a": "0"}}))
+
+
 def test_each_quantity_has_its_first_difference(tmp_path: Path) -> None:
     own = record(tmp_path / "own")
     ours = record(tmp_path / "ours", {"norm": 9.0}, {"loss": 9.0, "norm": 8.0})

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     (["--num_processes", "3"], "this machine, which has 2 device(s)"),
     (["--gpu_ids", "0,5"], "--gpu_ids='0,5': names 5"),
     (["--gpu_ids", "0, 5"], "--gpu_ids='0, 5': names 5"),
+    (["--gpu_ids", "1,1"], "--gpu_ids='1,1': names a device twice"),
     (["--mixed_precision", "bf16"], "--mixed_precision='bf16': has no bfloat16"),
     (["--num_processes", "3", "--num_machines", "2", "--main_process_ip", "h", "--main_process_port", "0"],
      "cannot share it equally"),
@@ -161,12 +163,21 @@ def test_what_cannot_be_launched(words: list[str], expected: str, script: str) -
     assert expected in complaints(*words, script, machine=OLD_DEVICES)
 
 
+def test_a_machine_without_devices_has_none_of_any_name(script: str) -> None:
+    assert "--gpu_ids='GPU-3f': names GPU-3f" in complaints("--gpu_ids", "GPU-3f", script)
+
+
 @pytest.mark.parametrize(("words", "expected"), [
     (["absent.py"], "is not a file in"), (["-m", "no_such_package_x.y"], "not a module"),
     (["--no_python", "no-such-program-x"], "not a program"), (["-m", "--no_python", "json"], "contradicts --module"),
 ])  # fmt: skip
 def test_scripts_that_are_none(words: list[str], expected: str) -> None:
     assert expected in complaints(*words)
+
+
+def test_the_launcher_itself_is_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as that of a console script
+    assert "not a module" in complaints("-m", "__main__")
 
 
 def test_a_recipe_is_no_script(tmp_path: Path) -> None:

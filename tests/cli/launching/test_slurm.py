@@ -79,6 +79,13 @@ def test_options_that_slurm_does_not_have_are_refused_together() -> None:
     assert "engine_options.cluster='moon'" in str(caught.value)
 
 
+def test_a_machine_without_slurm_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="needs srun on PATH: start it on a login node"):
+        run(replace(PLAN, engine_options={"folder": str(tmp_path / "jobs")}))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_plan_survives_its_way_to_the_machines() -> None:
     assert from_text(to_text(PLAN)) == PLAN
 

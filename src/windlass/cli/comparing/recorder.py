@@ -14,7 +14,9 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
+import math
 import os
 import random
 import resource
@@ -26,7 +28,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -49,7 +51,9 @@ class Recorder:
         updates: of each finished update: `rows` (digests of samples, by backward), `rates`, `loss` (the sum of what
             backwards were started from), `norm` (of the gradients that the optimizer got), `digests` (weights after
             the update, by parameter), `seconds` (from its first forward to its last step) and `pause` (from the
-            update before to that forward).
+            update before to that forward). Until they are written, updates have lists
+            of tensors in place of two of these, `losses` and `squares` of norms, and when they `began` and how many
+            `optimizers` made a step.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -62,65 +66,79 @@ class Recorder:
         self._names: dict[int, str] = {}
         self._unnamed: dict[int, str] = {}  # parameters of no module
         self.inside_backward = False
-        self._seen: list[str] = []  # rows of the last forward
+        self._seen: list[str] = []  # rows since the last backward
+        self._reader: nn.Module | None = None  # what got them
         self.pending_rows: list[list[str]] = []
         self._losses: list[Tensor] = []
-        self._created = time.perf_counter()
-        self._started: float | None = None
-        self._ended: float | None = None
+        self._started: float | None = None  # the first forward since the last step
+        self._ended = time.perf_counter()  # of the last step, or of what is before the first
         self._own = 0.0  # seconds of this recorder since the update began
         self._resident = 0
         self._finished = False
 
     # --- what PyTorch calls -----------------------------------------------------------------------------------------
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the rows that the model gets in a forward that gradients flow from."""
         now = time.perf_counter()
         if self._started is None:
             self._started, self._own = now, 0.0
             self._resident = self._resident or _resident_bytes()
-        self._seen = list(_digests_of_rows(args, kwargs))
+        # What the script passes from one module to another, as to its loss, is computed and no row.
+        if self._reader is None:
+            self._reader = module
+        if module is self._reader:
+            self._seen += _digests_of_rows(args, kwargs)
         self._own += time.perf_counter() - now
 
     def backward(self, root: Tensor, gradient: Tensor | None) -> None:
-        """Note the loss that a backward starts from, and the rows of the forward before it."""
+        """Note the loss that a backward starts from, and the rows of the forwards before it."""
         value = root.detach() if gradient is None else root.detach() * gradient
         self._losses.append(value.double().sum())
         self.pending_rows.append(self._seen)
-        self._seen = []
+        self._seen, self._reader = [], None
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Begin the record of an update, or add a second optimizer to it: no backward lies between their steps."""
         now = time.perf_counter()
         if self.pending_rows or not self.updates:
-            pause = None if self._ended is None or self._started is None else self._started - self._ended
-            self.updates.append(
-                {"rows": self.pending_rows, "rates": [], "squares": [], "digests": {}, "pause": pause}
-            )
-            self.updates[-1]["loss"] = torch.stack(self._losses).sum() if self._losses else None
-            self.pending_rows, self._losses = [], []
+            self._begin_update()
         update = self.updates[-1]
         update["rates"] += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
         update["squares"] += [gradient.detach().double().norm() ** 2 for gradient in gradients]
         self._own += time.perf_counter() - now
 
+    def _begin_update(self) -> None:
+        if len(self.updates) == self.settings["updates"]:
+            self._leave()  # fewer optimizers made a step in the last one than before
+        pause = self._started - self._ended if self.updates and self._started is not None else None
+        if self._started is None:  # no module is called: an update lasts from the end of the one before
+            self._started, self._own = self._ended, 0.0
+        self.updates.append({"rows": self.pending_rows, "rates": [], "digests": {}, "pause": pause})
+        self.updates[-1] |= {"losses": self._losses, "squares": [], "began": self._started, "optimizers": 0}
+        self.pending_rows, self._losses = [], []
+
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note the weights, and leave the process after the last update that was asked for."""
         now = time.perf_counter()
         update = self.updates[-1]
-        # Without a module that is called, an update lasts from the end of the one before.
-        began = next(time for time in (self._started, self._ended, self._created) if time is not None)
-        update["seconds"] = now - began - self._own
+        update["seconds"] = now - update["began"] - self._own
         for parameter in _parameters(optimizer):
             update["digests"][self._name(parameter)] = _digest(parameter)
-        self._started, self._ended, self._own = None, time.perf_counter(), 0.0
-        if len(self.updates) == self.settings["updates"]:
-            self.write()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)  # a library's own end (a save, a card, an upload) is not compared
+        update["optimizers"] += 1
+        self._started, self._ended = None, time.perf_counter()
+        self._own += self._ended - now
+        # Only the update before shows how many optimizers there are.
+        expected = self.updates[-2]["optimizers"] if len(self.updates) > 1 else 1
+        if len(self.updates) == self.settings["updates"] and update["optimizers"] >= expected:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        self.write()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a library's own end (a save, a card, an upload) is not compared
 
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a call of a module that no other module makes. The one with most parameters is the model."""
@@ -129,8 +147,9 @@ class Recorder:
             names = {id(parameter): name for name, parameter in module.named_parameters()}
             if len(names) > len(self._names):
                 self._model, self._names = module, names
-        if torch.is_grad_enabled() and module.training and not self.inside_backward:
-            self.forward(args, kwargs)
+        trains = torch.is_grad_enabled() and module.training and not self.inside_backward
+        if trains and next(module.parameters(), None) is not None:
+            self.forward(module, args, kwargs)
 
     def watch_reads(self, kind: type) -> None:
         """Note which fields are read of any object of a configuration class or of one derived from it, from their
@@ -165,9 +184,10 @@ class Recorder:
             return
         self._finished = True
         for update in self.updates:
-            squares = update.pop("squares")
-            update["norm"] = float(torch.stack(squares).sum().sqrt()) if squares else None
-            update["loss"] = None if update["loss"] is None else float(update["loss"])
+            # Only now, as each number that is read makes the host wait for the device.
+            squares, losses = ([float(value) for value in update.pop(name)] for name in ("squares", "losses"))
+            update["norm"] = math.sqrt(sum(squares)) if squares else None
+            update["loss"] = sum(losses) if losses else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         record: dict[str, Any] = {
             "updates": self.updates,
@@ -214,12 +234,13 @@ def _digest(tensor: Tensor) -> str:
 def _digests_of_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
     """Return a digest of each row of a batch: of its tokens without padding, or else of all its tensors."""
     tokens, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-    if isinstance(tokens, Tensor) and isinstance(mask, Tensor) and mask.shape == tokens.shape:
-        yield from (_digest(row[kept.bool()].long()) for row, kept in zip(tokens, mask, strict=True))
+    if isinstance(tokens, Tensor) and tokens.dim():
+        # A batch without a mask has the same rows as one whose mask keeps all.
+        if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+            mask = torch.ones_like(tokens)
+        yield from (_digest(row[shown]) for row, shown in zip(tokens.long(), mask.bool(), strict=True))
         return
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
-    if isinstance(tokens, Tensor):
-        tensors = [tokens.long()]
     for row in range(len(tensors[0]) if tensors else 0):
         parts = [_digest(tensor[row]) for tensor in tensors if len(tensor) > row]
         yield hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
@@ -250,6 +271,9 @@ def _watch_backward(recorder: Recorder) -> None:
 
     @functools.wraps(original)
     def watched(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if recorder.inside_backward:  # of a block that is recomputed with a graph of its own
+            original(tensors, grad_tensors, *args, **kwargs)
+            return
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         given = (
             (grad_tensors,)
@@ -290,14 +314,16 @@ def keep_order() -> None:
     from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
     build = DataLoader.__init__
+    signature = inspect.signature(build)
 
     @functools.wraps(build)
-    def in_order(self: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("shuffle"):
-            kwargs["shuffle"] = False
-        if isinstance(sampler := kwargs.get("sampler"), RandomSampler):
-            kwargs["sampler"] = SequentialSampler(sampler.data_source)
-        build(self, *args, **kwargs)
+    def in_order(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)  # both may be given by position
+        if given.arguments.get("shuffle"):
+            given.arguments["shuffle"] = False
+        if isinstance(sampler := given.arguments.get("sampler"), RandomSampler):
+            given.arguments["sampler"] = SequentialSampler(sampler.data_source)
+        build(*given.args, **given.kwargs)
 
     replace(DataLoader, "__init__", in_order)
 
@@ -315,7 +341,7 @@ class TrainerImport(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in self.MODULES:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -197,7 +197,10 @@ def _is_module(name: str) -> bool:
     # The working directory is on the path of the script, and not always on that of the launcher.
     if Path(f"{first}.py").is_file() or Path(first).is_dir():
         return True
-    return importlib.util.find_spec(first) is not None
+    try:
+        return importlib.util.find_spec(first) is not None
+    except ValueError:  # "__main__" of a console script
+        return False
 
 
 def _sizes(plan: LaunchPlan) -> Iterator[Problem]:
@@ -262,10 +265,15 @@ def _devices(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
     if plan.settings.value(rows.MULTI_GPU) and cpu:
         fix = "requests accelerators, and this launch has none; leave it out to run on the CPU"
         yield _problem(plan, rows.MULTI_GPU, fix)
-    absent = [word for word in wanted if word.isdigit() and int(word) >= machine.devices]
+    # Without devices, names of other kinds (such as those of drivers) are of none either.
+    absent = [
+        word for word in wanted if not machine.devices or (word.isdigit() and int(word) >= machine.devices)
+    ]
     if absent and not plan.cpu:
         fix = f"names {', '.join(absent)}, and this machine has {machine.devices} device(s), counted from 0"
         yield _problem(plan, rows.DEVICES, fix)
+    if len(set(wanted)) < len(wanted):
+        yield _problem(plan, rows.DEVICES, "names a device twice; each process needs one of its own")
     precision = plan.settings.get(rows_training.PRECISION.name)
     emulated = plan.settings.value(rows_compute.FP8_EMULATE)
     reason = None if precision is None or emulated else machine.lacks(precision.value, cpu)

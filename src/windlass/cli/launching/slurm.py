@@ -6,6 +6,7 @@ import dataclasses
 import os
 import secrets
 import shlex
+import shutil
 import sys
 import uuid
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.launching.engines import from_text, to_text
 from windlass.cli.launching.launch_checks import read_token
-from windlass.core.errors import Problem, refuse, unknown
+from windlass.config.parallel import rows_launch as rows
+from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.optional import require
 from windlass.core.output import say
 
@@ -63,6 +65,9 @@ class NodeJob:
 def run(plan: LaunchPlan) -> int:
     """Submit the job; return 0 at once, or with `wait` its exit code when it has ended."""
     options, parameters = _options(plan)
+    if options["cluster"] == "slurm" and shutil.which("srun") is None:
+        fix = "needs srun on PATH: start it on a login node of Slurm, or add --engine_options cluster=local"
+        raise ConfigError(Problem(f"--{rows.ENGINE.flags[0]}", "slurm", fix))
     folder, shared = options["folder"], _shared_parameters()
     python = {f"{options['cluster']}_python": _python()}
     executor = _submitit().AutoExecutor(folder=folder, cluster=options["cluster"], **python)
