@@ -186,9 +186,6 @@ def test_ranks_agree_while_they_train(folder: Path) -> None:
 
 
 RANK = int(os.environ.get("RANK", "0"))
-run_checkpoints.FIRST_PAUSE = (
-    1e6  # however slow the machine is, what failed is not saved between the saves that are due
-)
 
 
 def slow(folder: Path, **how: Any) -> dict[str, Any]:
@@ -211,6 +208,8 @@ def slow(folder: Path, **how: Any) -> dict[str, Any]:
 
 def failing(folder: Path) -> dict[str, Any]:
     """The disk of rank 1 fails while step 4 is saved: that checkpoint is lost to both, and nothing else."""
+    # However slow the machine is, what failed is not saved between the saves that are due.
+    run_checkpoints.FIRST_PAUSE = 1e6
     write = Files.write_some
 
     def fail(files: Files, descriptor: int, piece: memoryview) -> int:
