@@ -18,7 +18,6 @@ import json
 import os
 import pickle
 import random
-import re
 import resource
 import shutil
 import signal
@@ -471,11 +470,13 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, help="try inputs for so long, in turn; default: some of each target"
     )
-    parser.add_argument("--target", help="a part of the name of the targets to try; default: all")
+    parser.add_argument("--target", default="", help="a part of the names of targets; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of the one input to try")
     options = parser.parse_args()
-    chosen = [target for target in TARGETS if re.search(re.escape(options.target or ""), target.name)]
+    chosen = [target for target in TARGETS if options.target in target.name]
+    if not chosen:
+        parser.error(f"--target {options.target}: no target has this in its name")
     end = time.monotonic() + 60 * (options.minutes or 0)
     first, step, count = options.only or 0, 1 if options.only is not None else INPUTS, 0
     while True:
