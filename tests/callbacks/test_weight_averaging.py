@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.dist.launch import on_ranks
 from tests.trainer.small import Net, arguments, rows, weights_hash
+from tests.trainer.unfrozen_runs import TwoLayers, Unfreezes, samples
 from torch import Tensor, nn
 
 from windlass import EMACallback, SWACallback, Trainer, TrainerCallback
@@ -67,6 +69,20 @@ def test_the_exponential_average_is_the_formula(tmp_path: Path) -> None:
 def test_the_uniform_average_is_the_mean_of_what_counts(tmp_path: Path) -> None:
     trainer, seen = train(tmp_path, SWACallback(start_step=2, every=2))
     counted = [seen.weights[step - 1] for step in (2, 4, 6)]
+    assert_weights(trainer.model, [torch.stack(group).mean(0) for group in zip(*counted, strict=True)])
+
+
+@pytest.mark.parametrize("start", [1, 2, 4])
+def test_weights_that_are_unfrozen_meanwhile_are_averaged_too(tmp_path: Path, start: int) -> None:
+    """Weights of updates in which they were frozen count as well."""
+    seen, options = Seen(), {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"}
+    trainer = Trainer(
+        TwoLayers(), arguments(tmp_path, max_steps=6, **options), train_dataset=samples(),
+        callbacks=[seen, SWACallback(start_step=start), Unfreezes()],
+    )  # fmt: skip
+    trainer.train()
+    counted = seen.weights[start - 1 :]
+    assert not torch.equal(counted[0][0], counted[-1][0])
     assert_weights(trainer.model, [torch.stack(group).mean(0) for group in zip(*counted, strict=True)])
 
 
@@ -244,7 +260,7 @@ def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
 def test_sharded_weights_have_the_same_average(tmp_path: Path) -> None:
     first, second = on_ranks(2, main, tmp_path)
     assert first == second
-    assert first["clean"] == first["again"]
+    assert first["clean"] == first["again"] == first["failed"]
     seen = Seen()
     data = [{**row, "x": row["x"].double()} for row in rows(24)]
     args = arguments(
@@ -263,7 +279,7 @@ def test_sharded_weights_have_the_same_average(tmp_path: Path) -> None:
 # --- what each rank runs ----------------------------------------------------------------------------------------------
 
 
-def train_sharded(folder: Path, steps: int, resume: bool = False) -> dict[str, Any]:
+def train_sharded(folder: Path, steps: int, resume: bool = False, fails: bool = False) -> dict[str, Any]:
     options: dict[str, Any] = {
         "save_strategy": "steps",
         "save_steps": 3,
@@ -273,10 +289,14 @@ def train_sharded(folder: Path, steps: int, resume: bool = False) -> dict[str, A
     options |= {"fsdp": "full_shard", "lr_scheduler_type": "constant", "learning_rate": 0.3}
     args = arguments(folder, max_steps=steps, per_device_train_batch_size=2, **options)
     data = rows(24)
+    callbacks = [EMACallback(0.9), *([Failing()] if fails else [])]
     trainer = Trainer(
-        Net().double(), args, train_dataset=doubled(data), eval_dataset=doubled(data)[:8], callbacks=[EMACallback(0.9)]
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume)
+        Net().double(), args, train_dataset=doubled(data), eval_dataset=doubled(data)[:8], callbacks=callbacks
+    )
+    with pytest.raises(RuntimeError, match="the fifth update") if fails else nullcontext():
+        trainer.train(resume_from_checkpoint=resume)
+    if fails:
+        trainer.train(resume_from_checkpoint=True)
     assert all(map(is_sharded, trainer.model.parameters()))
     losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
     return {"weights": [whole(p).flatten().tolist() for p in trainer.model.parameters()], "loss": losses[-1]}
@@ -289,4 +309,5 @@ def doubled(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(folder: Path) -> dict[str, Any]:
     clean = train_sharded(folder / "a", 6)
     train_sharded(folder / "b", 3)
-    return {"clean": clean, "again": train_sharded(folder / "b", 6, resume=True)}
+    again = train_sharded(folder / "b", 6, resume=True)
+    return {"clean": clean, "again": again, "failed": train_sharded(folder / "c", 6, fails=True)}

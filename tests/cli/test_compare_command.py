@@ -170,6 +170,7 @@ for _ in range(2 if under_windlass else 4):
 """
 
 
+@pytest.mark.slow
 def test_losses_that_are_not_a_number_are_the_same(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(NOT_A_NUMBER)
     assert main(["compare", "--json", "train.py"]) == 0

@@ -181,16 +181,31 @@ def test_an_adapter_is_put_on_its_base(tmp_path: Path, capsys: Shown) -> None:
     assert "./nothing" in capsys.readouterr().err
 
 
-def test_the_parts_of_a_sharded_model_are_joined(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["MadeElsewhere"], None])
+def test_the_parts_of_a_sharded_model_are_joined(
+    dtype: torch.dtype, architectures: list[str] | None, tmp_path: Path
+) -> None:
     folder = tmp_path / "sharded"
     small.saved(folder, initializer_range=0.5)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     write_parts(folder, "model", whole.state_dict(keep_vars=True), World())
     (folder / "model.safetensors").unlink()
+    whole.config.architectures = architectures
+    whole.config.save_pretrained(folder)
     assert (folder / index_name("model")).is_file()
     model, _ = open_trained(str(folder), None, "auto")
+    assert type(model) is type(whole)
     for name, value in whole.state_dict().items():
+        assert model.state_dict()[name].dtype == dtype
         assert torch.equal(model.state_dict()[name], value), name
+    ids = torch.arange(60)[None] % 20
+    assert torch.equal(model(ids).logits, whole.eval()(ids).logits)
+    asked, _ = open_trained(str(folder), None, torch.float16)
+    assert {parameter.dtype for parameter in asked.parameters()} == {torch.float16}
+    (folder / "config.json").write_text('{"model_type": "made_elsewhere"}')
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        open_trained(str(folder), None, "auto")
 
 
 def test_what_cannot_generate_is_refused(tmp_path: Path, capsys: Shown) -> None:

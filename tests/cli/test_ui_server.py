@@ -187,6 +187,19 @@ def test_the_page_follows_a_run(tmp_path: Path) -> None:
         assert {url.split("/")[2] for url in tab.requests if url.startswith("http")} == {f"127.0.0.1:{port}"}
 
 
+@needs_browser
+def test_a_page_without_its_server_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "first", 3)
+    told = "document.getElementById('connection').checkVisibility()"
+    with browser() as tab:
+        with server(tmp_path) as (port, _):
+            tab.open(f"http://127.0.0.1:{port}/page?run=first")
+            tab.until("document.body.dataset.connection === 'open'")
+            assert tab.value(told) is False
+        tab.until("document.body.dataset.connection === 'lost'")
+        assert tab.value(told) is True
+
+
 def test_without_the_packages_the_command_that_installs_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,6 +226,21 @@ def test_a_model_without_weights_takes_those_in_the_folder(tmp_path: Path) -> No
     assert torch.equal(_outputs(disk_offload(empty, tmp_path, execution_device="cpu")), _outputs(seeded()))
 
 
+def test_a_model_on_the_meta_device_is_offloaded_with_the_device_that_it_runs_on() -> None:
+    weights = torch.nn.Linear(2, 3).state_dict()
+    with init_empty_weights():
+        empty = torch.nn.Linear(2, 3)
+    with pytest.raises(ConfigError, match="execution_device=None: the model is on the meta device"):
+        cpu_offload(empty, state_dict=weights)
+    cpu_offload(empty, "cpu", state_dict=weights)
+    assert torch.equal(empty(torch.ones(1, 2)), weights["weight"].sum(1)[None] + weights["bias"])
+
+
+def test_a_model_without_a_parameter_is_offloaded() -> None:
+    model = cpu_offload(torch.nn.ReLU())
+    assert model(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+
+
 def test_weights_that_are_nowhere(tmp_path: Path) -> None:
     with init_empty_weights():
         empty = Model()

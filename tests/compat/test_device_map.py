@@ -78,6 +78,14 @@ def test_strangers_in_a_map_are_a_warning_as_in_the_peer() -> None:
         assert check is not check_device_map or "position" not in told[0], "a parameter is a name too"
 
 
+def test_a_buffer_outside_of_the_state_dict_is_a_name_too(recwarn: pytest.WarningsRecorder) -> None:
+    """`infer_auto_device_map` places the buffers of modules that it splits."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.register_buffer("mask", torch.zeros(2), persistent=False)
+    check_device_map(model, {"0": "cpu", "mask": "cpu"})
+    assert not recwarn.list
+
+
 def test_ties_over_devices_are_said(caplog: pytest.LogCaptureFixture) -> None:
     ties = [["embedding.weight", "head.weight"]]
     check_tied_parameters_on_same_device(ties, MAP)

@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed that are forged are refused with one error that names the folder, in bounded memory.
+"""Folders of DeepSpeed of any division are read; forged ones are refused by one error that names them.
 
 The layout is written by hand here; `test_deepspeed_folder.py` reads what DeepSpeed itself wrote.
 """
@@ -6,6 +6,7 @@ The layout is written by hand here; `test_deepspeed_folder.py` reads what DeepSp
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -110,3 +111,75 @@ def test_forged_states_are_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         read(folder)
     assert str(folder) in str(caught.value)
+
+
+def divided(flat: torch.Tensor, ranks: int, multiple: int) -> list[torch.Tensor]:
+    """A tensor, padded to a multiple, in as many parts as ranks."""
+    padded = torch.cat([flat, torch.full((-len(flat) % multiple,), -1.0)])
+    return [part.clone() for part in padded.chunk(ranks)]
+
+
+def write_groups(
+    folder: Path, chance: random.Random, parameters: dict[str, torch.Tensor], ranks: int
+) -> None:
+    """Up to stage 2: each group of the optimizer is one flat tensor, padded after parameters and at its end."""
+    names = list(parameters)
+    cut = chance.randint(1, len(names))
+    groups = [group for group in (names[:cut], names[cut:]) if group]
+    paddings = [[chance.choice([0, 0, 3]) for _ in group] for group in groups]
+    parts = []
+    for group, padding in zip(groups, paddings, strict=True):
+        pieces = [
+            torch.cat([parameters[name].flatten(), torch.full((more,), -1.0)])
+            for name, more in zip(group, padding, strict=True)
+        ]
+        parts.append(divided(torch.cat(pieces), ranks, 2 * ranks))
+    shapes = [OrderedDict((name, parameters[name].shape) for name in group) for group in groups]
+    module = {name: tensor.bfloat16() for name, tensor in parameters.items()}
+    torch.save({"module": module, "param_shapes": shapes, "shared_params": {}}, folder / MODEL)
+    for rank in range(ranks):
+        state = {
+            "partition_count": [ranks] * len(groups),
+            "single_partition_of_fp32_groups": [part[rank] for part in parts],
+            "param_alignment_paddings": paddings,
+        }
+        torch.save({"optimizer_state_dict": state}, folder / OPTIMIZER.format(rank))
+
+
+def write_parts(folder: Path, chance: random.Random, parameters: dict[str, torch.Tensor], ranks: int) -> None:
+    """Stage 3: each parameter is divided; those of a rank follow each other in flat tensors of any size."""
+    parts = {name: divided(tensor.flatten(), ranks, ranks) for name, tensor in parameters.items()}
+    names = list(parameters)
+    frozen, trained = names[:1] if len(names) > 1 else [], names[1:] or names
+    shapes = [OrderedDict((name, parameters[name].shape) for name in trained)]
+    for rank in range(ranks):
+        model = {
+            "module": {},
+            "param_shapes": shapes,
+            "frozen_param_shapes": {name: parameters[name].shape for name in frozen},
+            "frozen_param_fragments": {name: parts[name][rank] for name in frozen},
+        }
+        torch.save(model, folder / f"zero_pp_rank_{rank}_{MODEL}")
+        flat = torch.cat([parts[name][rank] for name in trained])
+        sub_groups = [part.clone() for part in flat.tensor_split([len(flat) // 3, len(flat) // 2])]
+        state = {"partition_count": ranks, "fp32_flat_groups": sub_groups}
+        torch.save({"optimizer_state_dict": state}, folder / f"bf16_{OPTIMIZER.format(rank)}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 11])
+@pytest.mark.parametrize("write_states", [write_groups, write_parts])
+def test_parameters_divided_in_any_way_are_put_together(
+    write_states: Callable[..., None], ranks: int, tmp_path: Path
+) -> None:
+    """Of more ranks and in more ways than runs of two ranks show."""
+    for seed in range(5):
+        chance, folder = random.Random(seed), tmp_path / str(seed)
+        folder.mkdir()
+        shapes = [[chance.randint(1, 4) for _ in range(chance.randint(0, 3))] for _ in range(5)]
+        parameters = {
+            f"p{number}": torch.randn(shape) for number, shape in enumerate(shapes[: chance.randint(1, 5)])
+        }
+        write_states(folder, chance, parameters, ranks)
+        found = read(folder)
+        assert found.keys() == parameters.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in parameters.items())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -121,4 +122,6 @@ def main(folder: Path) -> None:
         if rank == 0:
             made.touch()
         assert made.exists()
+    with contextlib.suppress(FileNotFoundError), script_helpers.torch_distributed_zero_first(rank):
+        (folder / "absent").read_text()  # on the first, the others find out themselves
     state.destroy_process_group()

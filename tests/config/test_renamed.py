@@ -103,6 +103,12 @@ def test_at_its_old_default_it_changes_nothing(name: str) -> None:
             {"train_sampling_strategy": "sequential"},
         ),
         ({"include_for_metrics": ["loss"]}, "include_inputs_for_metrics", False, {"include_for_metrics": ["loss"]}),
+        (
+            {"include_for_metrics": ["loss", "inputs"]},
+            "include_inputs_for_metrics",
+            False,
+            {"include_for_metrics": ["loss"]},
+        ),
         ({"debug": "underflow_overflow"}, "tpu_metrics_debug", False, {"debug": ["underflow_overflow"]}),
         ({"warmup_steps": 0.1}, "warmup_ratio", 0.0, {"warmup_steps": 0.0}),
         ({"warmup_steps": 100}, "warmup_ratio", 0.0, {"warmup_steps": 100}),

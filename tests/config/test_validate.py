@@ -204,6 +204,8 @@ def test_numpy_numbers_are_numbers() -> None:
 
     args = TrainingArguments("out", learning_rate=np.float32(0.5), per_device_train_batch_size=np.int64(4))  # type: ignore[arg-type]
     assert (type(args.learning_rate), type(args.per_device_train_batch_size)) == (float, int)
+    for value in (np.True_, np.False_):
+        assert TrainingArguments("out", full_determinism=value).full_determinism is bool(value)  # type: ignore[arg-type]
 
 
 def test_the_launchers_rank_agrees(monkeypatch: pytest.MonkeyPatch) -> None:

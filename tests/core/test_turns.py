@@ -88,6 +88,7 @@ for turn in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_job_that_is_restarted_after_a_failure_of_the_main_process_begins_anew(tmp_path: Path) -> None:
     """Torchrun keeps the store, in which the others found the failure and the successes of the first attempt."""

@@ -11,6 +11,7 @@ from tests.finetuning import small
 from tests.finetuning.preferences import moved, pairs, settings
 
 from windlass import TrainerCallback
+from windlass.checkpoint.files import Files
 from windlass.core.errors import ConfigError, DataError
 from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.text.forms import LocatedRows
@@ -63,6 +64,28 @@ def test_precomputed_and_kept_log_probabilities_are_those_of_the_reference(
         trainer.evaluate()
         with pytest.raises(ConfigError, match="the model before training"):
             trainer.evaluate(pairs(3))
+
+
+@pytest.mark.parametrize("full_at", ["ensure_folder", "create", "write", "fsync", "rename"])
+def test_a_full_disk_keeps_no_log_probabilities_and_stops_no_run(
+    full_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = tmp_path / "home" / "reference"
+    monkeypatch.setenv("WINDLASS_HOME", str(home.parent))
+
+    def full(self: Files, operation: str, path: Path) -> None:
+        if operation == full_at and home in (path, *path.parents):
+            raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Files, "before", full)
+        wanted = trainer_of(tmp_path / "a", precompute_ref_log_probs=True).train_dataset["ref_chosen_logps"]
+    said = next(record.getMessage() for record in caplog.records if "were not kept" in record.getMessage())
+    assert "No space left on device" in said
+    assert not home.exists() or not list(home.iterdir())
+    again = trainer_of(tmp_path / "b", precompute_ref_log_probs=True)
+    assert list(again.train_dataset["ref_chosen_logps"]) == list(wanted)
+    assert len(list(home.iterdir())) == 1
 
 
 def test_what_was_kept_of_a_model_with_equal_weights_is_not_used(

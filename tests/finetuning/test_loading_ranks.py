@@ -101,6 +101,7 @@ def test_one_process_reads_the_weights(bases: Path, tmp_path: Path) -> None:
         assert first[case]["first"]["weights"] == second[case]["first"]["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_one_process_of_each_machine_reads_the_weights(bases: Path, tmp_path: Path) -> None:
     """Four processes that take themselves for two machines. The second has another embedding: rank 0's is trained."""

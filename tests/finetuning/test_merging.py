@@ -15,7 +15,7 @@ from windlass import SFTTrainer
 from windlass.checkpoint.files import Files
 from windlass.cli.main import main
 from windlass.core.errors import CheckpointError
-from windlass.finetuning.merging import merge_adapter
+from windlass.finetuning.merging import base_of, merge_adapter
 from windlass.finetuning.reward_config import RewardConfig
 from windlass.finetuning.reward_trainer import RewardTrainer
 from windlass.finetuning.trained_model import open_trained
@@ -62,6 +62,23 @@ def test_a_merged_model_computes_the_same(tmp_path: Path, monkeypatch: pytest.Mo
         merge_adapter(Path("../run"), Path())
     merge_adapter(Path("../run"), Path("merged"))
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["merged"]
+
+
+def test_an_adapter_that_is_saved_in_another_working_directory_names_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small.saved(tmp_path / "base")
+    trainer = SFTTrainer(
+        "base", small.arguments(tmp_path / "run", max_steps=1), train_dataset=small.table(small.texts()),
+        peft_config=lora(),
+    )  # fmt: skip
+    (tmp_path / "elsewhere" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer.train()
+    trainer.save_model()
+    assert base_of(tmp_path / "run") == str(tmp_path / "base")
+    merge_adapter(tmp_path / "run", tmp_path / "merged")
 
 
 def test_few_bits_are_merged_in_the_precision_of_the_base(tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_a_layout_that_is_proposed_is_not_refused_by_the_run(tmp_path: Path) -> 
     check_proposals(tmp_path, "llama", 2, [Layout(Mesh(expert=2)), Layout(Mesh(pipeline=2))])
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_product_of_axes_that_is_proposed_is_not_refused_by_the_run(tmp_path: Path) -> None:
     """Five layers on two stages, whose parameters are sharded."""

@@ -138,7 +138,9 @@ def test_ranks_that_shard_hold_parts_and_send_what_theory_says(tmp_path: Path) -
     assert link.nbytes == (3 * weights - root + norm) * (ranks - 1) // ranks
 
 
-@pytest.mark.parametrize(("shards", "pipeline"), [(3, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("shards", "pipeline"), [(3, 1), *(pytest.param(shards, 2, marks=pytest.mark.slow) for shards in (2, 3))]
+)
 def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, shards: int, pipeline: int) -> None:
     """Also if the ranks do not divide a size, so that the last part is smaller."""
     layout = ParallelismConfig(dp_shard_size=shards, pp_size=pipeline)

@@ -15,7 +15,7 @@ ARGUMENTS, ATTRIBUTES = 6, 18
 
 # Their arguments are those that scripts pass, by the names of other libraries and of papers.
 FOR_SCRIPTS = ("compat", "optim.optimizers", "optim.schedules", "callbacks.trackers")
-FACADES = {"Trainer", "SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "Accelerator"}
+FACADES = {"Trainer", "SFTTrainer", "ReferenceTrainer", "RewardTrainer", "Accelerator"}
 # Class -> number of its arguments. Lower a number with the code, and take away what keeps the law.
 NOT_YET = {
     "StagedCheckpoint": 8,  # rank, world, files and disks are those of its store

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with losses of every kind, and their training; also run by `torch.distributed.run`."""
+"""Tiny models of transformers with losses of every kind, and their training; also on ranks."""
 
 from __future__ import annotations
 

@@ -135,8 +135,9 @@ def test_divided_experts_are_continued_on_any_layout(run: Run, tmp_path: Path, r
     )
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [LAYERS, pytest.param(SEQUENCES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [LAYERS, SEQUENCES])
 def test_experts_with_other_axes_are_continued_on_any_layout(
     run: Run, tmp_path: Path, layout: dict[str, int]
 ) -> None:

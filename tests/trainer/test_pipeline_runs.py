@@ -238,8 +238,9 @@ def test_stages_with_two_other_axes(run: Run, layout: dict[str, Any], model: str
     check_equal(run, 8, {"x": case}, {"per_device_train_batch_size": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [ROWS, pytest.param(EXPERTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [ROWS, EXPERTS])
 def test_stages_of_divided_rows_and_experts_are_continued_on_any_layout(
     run: Run, tmp_path: Path, layout: dict[str, Any]
 ) -> None:

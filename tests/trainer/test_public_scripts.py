@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,3 +345,12 @@ def test_a_run_reports_the_memory_of_its_stages(arguments: Any) -> None:
 def test_the_memory_of_stages_is_not_measured_unless_asked(arguments: Any) -> None:
     trainer = Trainer(Net(), arguments(), train_dataset=ROWS, eval_dataset=ROWS)
     assert not any("mem" in name for name in {**trainer.train().metrics, **trainer.evaluate()})
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_copy_of_a_trainer_is_refused(has_trained: bool, arguments: Any) -> None:
+    trainer = Trainer(Net(), arguments(max_steps=1), train_dataset=ROWS)
+    if has_trained:
+        trainer.train()
+    with pytest.raises(TypeError, match="make another one"):
+        copy.deepcopy(trainer)

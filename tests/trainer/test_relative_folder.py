@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.search.searches import SPACE
+from tests.search.searches import trainer_of as search_of
 from tests.trainer.background_cases import trainer_of
 
 from windlass import TrainerCallback, TrainingArguments
@@ -85,3 +87,12 @@ def test_where_arguments_take_a_relative_path_to_start(places: tuple[Path, Path]
     assert args.output_path == "s3://bucket/run"
     args.output_dir = "~/run"
     assert args.output_path == os.path.expanduser("~/run")
+
+
+def test_the_trials_of_a_search_are_beside_its_study(places: tuple[Path, Path]) -> None:
+    here, there = places
+    trainer = search_of(Path("out"))
+    os.chdir(there)
+    trainer.hyperparameter_search(SPACE, n_trials=2)
+    assert {"search.json", "run-0", "run-1"} <= set(os.listdir(here / "out"))
+    assert os.listdir(there) == []

@@ -1,7 +1,4 @@
-"""Run on ranks, or imported: a run whose callback unfreezes a layer, and gives it to the optimizer.
-
-Args: a folder.
-"""
+"""Run on ranks, or imported: a run whose callback unfreezes a layer, and gives it to the optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by `windlass launch`: adapters trained under a stage of ZeRO, and without DeepSpeed; losses as JSON.
+"""Run on ranks: adapters trained under a stage of ZeRO, and without DeepSpeed; losses.
 
 Args: folder, then words NAME:KIND:STAGE:STEPS[:resume], each of which is a run of the folder NAME to that step; kinds:
 "lora", "prompt", "prefix", "ptuning", "ia3".

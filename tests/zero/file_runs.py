@@ -1,13 +1,9 @@
-"""Run by `windlass launch`: a language model trained with a configuration file; its losses and rates, as JSON.
-
-Args: folder, name, file, and "init" if the model is divided while it is built.
-"""
+"""A language model trained on ranks with a configuration file, which may be divided while it is built."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 from tests.trainer.small import arguments, llama, text_rows
 from tests.zero.runs import RANK, WORLD
@@ -15,9 +11,7 @@ from tests.zero.runs import RANK, WORLD
 from windlass import Trainer
 
 
-def main() -> None:
-    folder, name, file, *init = sys.argv[1:]
-    place = Path(folder) / name
+def main(place: Path, file: str, init: bool = False) -> dict[str, Any]:
     if init:
         from windlass.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
@@ -46,9 +40,4 @@ def main() -> None:
     rows = [row for row in trainer.state.log_history if "loss" in row]
     found = {key: [row[key] for row in rows] for key in ("loss", "grad_norm", "learning_rate")}
     found["evaluation"] = trainer.evaluate()["eval_loss"]
-    if RANK == 0:
-        (Path(folder) / f"{name}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,6 +1,6 @@
-"""Run by `windlass launch`: text that is generated in evaluations under a stage of ZeRO, and without; as JSON.
+"""Run on ranks: text that is generated in evaluations under a stage of ZeRO, and without.
 
-Args: folder, name, a stage or "-1".
+Args: folder, a stage or "-1".
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Run by `windlass launch`: runs under ZeRO and without DeepSpeed that keep the best model, stop early, roll back, or
-save in the background; what they came to, as JSON.
+"""Run on ranks: runs under ZeRO and without DeepSpeed that keep the best model, stop early, roll back, or
+save in the background; what they came to.
 
 Args: folder, then words KIND:STAGE, with a stage of -1 for none.
 """

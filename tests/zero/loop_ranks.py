@@ -1,6 +1,6 @@
-"""Run by `windlass launch`: loops of the user's own under DeepSpeed and without; their losses and weights, as JSON.
+"""Run on ranks: loops of the user's own under DeepSpeed and without; their losses and weights.
 
-Args: folder, then words of `loop`: a stage, "-1" without DeepSpeed, or "file" for a configuration with placeholders.
+Words of `loop`: a stage, "-1" without DeepSpeed, or "file" for a configuration with placeholders.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Run by `windlass launch`: loops and a Trainer under a stage of ZeRO, with the optimizer's state somewhere; losses as
-JSON.
+"""Run on ranks: loops and a Trainer under a stage of ZeRO, with the optimizer's state somewhere; losses.
 
 Args: folder, a stage (-1: without DeepSpeed), a device. A loop is a word: B is forward and backward of the next batch,
 S a step, Z, R and M `zero_grad` of the prepared optimizer, of the script's own and of the model, P prepares again what

@@ -1,4 +1,4 @@
-"""Run by `windlass launch`: trainings that recompute activations, and one with layers of experts; results as JSON.
+"""Run on ranks: trainings that recompute activations, and one with layers of experts; results.
 
 Args: folder, then words `name:model:stage:steps` or `name:model:stage:steps:resume`; a stage of "-1" is without
 DeepSpeed. Models: "blocks" (repeated blocks), "own" (DeepSpeed's own function recomputes) and "experts"; after

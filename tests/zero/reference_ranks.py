@@ -1,6 +1,6 @@
-"""Run by `windlass launch`: a loop that trains a model beside a frozen reference model; losses and weights, as JSON.
+"""Run on ranks: a loop that trains a model beside a frozen reference model; losses and weights.
 
-Args: folder, then words of `loop`: a stage, "-1" without DeepSpeed, or "2+3" for two named configurations, that of the
+Words of `loop`: a stage, "-1" without DeepSpeed, or "2+3" for two named configurations, that of the
 trained model and that of the reference.
 """
 

@@ -1,4 +1,4 @@
-"""Run by `windlass launch`: runs under ZeRO that are stopped and continued.
+"""Run on ranks: runs under ZeRO that are stopped and continued.
 
 Args: folder, then words FOLDER:STAGE:STEPS[:resume], each of which is a run of the folder to that step; in bf16 where
 the stage ends in "b".

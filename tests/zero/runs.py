@@ -1,10 +1,8 @@
-"""Run by `windlass launch`: trainings under a stage of ZeRO, and without DeepSpeed; what they came to, as JSON."""
+"""Run on ranks: trainings under a stage of ZeRO, and without DeepSpeed; what they came to."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +82,7 @@ def twice(folder: Path, stage: int) -> dict[str, Any]:
     return {**told(made), "first": first, "between": evaluation, "evaluation": made.evaluate()["eval_loss"]}
 
 
-def main() -> None:
-    """Words are stages; of a run that trains twice, with "twice" after the number."""
-    folder = Path(sys.argv[1])
-    for stage in sys.argv[2:]:
-        place = folder / f"stage{stage}"
-        if stage.endswith("twice"):
-            found = twice(place, int(stage.removesuffix("twice")))
-        else:
-            made = trainer(place, int(stage))
-            made.train()
-            found = {**told(made), "evaluation": made.evaluate()["eval_loss"]}
-        if RANK == 0:
-            (folder / f"stage{stage}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+def trained(folder: Path, stage: int) -> dict[str, Any]:
+    made = trainer(folder, stage)
+    made.train()
+    return {**told(made), "evaluation": made.evaluate()["eval_loss"]}

@@ -1,6 +1,6 @@
-"""Run by `windlass launch`: a loop with a trained model and two references, whose parameters are in memory or in files.
+"""Run on ranks: a loop with a trained model and two references, whose parameters are in memory or in files.
 
-Args: folder, and "cpu" or "nvme". Writes the losses as JSON.
+Args: folder, and "cpu" or "nvme".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run by `windlass launch`: trainings whose tensors are in files between steps, in memory, or without DeepSpeed.
+"""Run on ranks: trainings whose tensors are in files between steps, in memory, or without DeepSpeed.
 
 Args: folder, then words `name:kind:steps`, `name:kind:steps:resume` or `name:kind:steps:killed`; kinds: "alone",
 "memory", or which tensors are in files: "optimizer", "params", "both". With "-built" a language model in bf16, which is

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.config.test_deepspeed import DOCUMENTED
-from tests.dist.launch import launch
-from tests.zero import file_runs
+from tests.dist.launch import on_ranks
+from tests.zero.file_runs import main
 from tests.zero.needed import needs_deepspeed
 
-SCRIPT = Path(file_runs.__file__)
 TOLERANCE = 5e-6  # of fp32
 
 pytestmark = [
@@ -41,20 +40,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("files")
     for name, config in FILES.items():
         (made / f"{name}-config.json").write_text(json.dumps(config))
-    launch(1, SCRIPT, made, "alone", made / "alone-config.json")
     return made
 
 
-@pytest.mark.parametrize(("name", "init"), [("documented", ()), ("offloaded", ()), ("documented", ("init",))])
-def test_a_file_trains_as_one_process_does(name: str, init: tuple[str, ...], folder: Path) -> None:
-    run = f"{name}{''.join(init)}"
-    launch(2, SCRIPT, folder, run, folder / f"{name}-config.json", *init)
-    found, alone = (json.loads((folder / f"{one}.json").read_text()) for one in (run, "alone"))
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    return on_ranks(1, main, folder / "alone", str(folder / "alone-config.json"))[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "init"), [("documented", False), ("offloaded", False), ("documented", True)]
+)
+def test_a_file_trains_as_one_process_does(
+    name: str, init: bool, alone: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    found, _ = on_ranks(2, main, tmp_path, str(folder / f"{name}-config.json"), init)
     for key, values in alone.items():
         assert found[key] == pytest.approx(values, abs=TOLERANCE), key
     rates = found["learning_rate"]
     assert rates[0] == 0, "WarmupDecayLR begins at the least rate"
     assert rates[3] > rates[-1] > 0
-    weights, expected = (load_file(folder / one / "model.safetensors") for one in (run, "alone"))
+    weights, expected = (load_file(one / "model.safetensors") for one in (tmp_path, folder / "alone"))
     for tensor, value in expected.items():
         assert weights[tensor].flatten().tolist() == pytest.approx(value.flatten().tolist(), abs=TOLERANCE)

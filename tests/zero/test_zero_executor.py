@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch, run_script
+from tests.dist.launch import on_ranks
 from tests.trainer.small import arguments, rows
 from tests.zero import runs
 from tests.zero.needed import needs_deepspeed
@@ -16,7 +15,6 @@ from windlass.core.errors import ConfigError, ModelError
 from windlass.zero.flat_optimizer import ZeroOptimizer
 from windlass.zero.library import Place
 
-SCRIPT = Path(runs.__file__)
 TOLERANCE = 5e-6  # of fp32
 
 pytestmark = [
@@ -29,9 +27,7 @@ pytestmark = [
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process without DeepSpeed."""
     folder = tmp_path_factory.mktemp("alone")
-    made = runs.trainer(folder, stage=-1)
-    made.train()
-    return {**runs.told(made), "evaluation": made.evaluate()["eval_loss"], "weights": weights(folder)}
+    return {**runs.trained(folder, stage=-1), "weights": weights(folder)}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -40,11 +36,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def check(folder: Path, stage: object, alone: dict[str, Any]) -> None:
-    found = json.loads((folder / f"stage{stage}.json").read_text())
+def check(found: dict[str, Any], folder: Path, alone: dict[str, Any]) -> None:
     for key, values in found.items():
         assert values == pytest.approx(alone[key], abs=TOLERANCE), key
-    saved = weights(folder / f"stage{stage}")
+    saved = weights(folder)
     assert saved.keys() == alone["weights"].keys()
     for name, value in saved.items():
         torch.testing.assert_close(value, alone["weights"][name], rtol=0, atol=TOLERANCE)
@@ -52,32 +47,32 @@ def check(folder: Path, stage: object, alone: dict[str, Any]) -> None:
 
 def test_stage_1_on_two_ranks_equals_one_process(alone: dict[str, Any], tmp_path: Path) -> None:
     compiled = tmp_path / "compiled"
-    launch(2, SCRIPT, tmp_path, 1, environ={"TORCH_EXTENSIONS_DIR": str(compiled)})
-    check(tmp_path, 1, alone)
+    environ = {"TORCH_EXTENSIONS_DIR": str(compiled)}
+    found, _ = on_ranks(2, runs.trained, tmp_path / "run", 1, environ=environ)
+    check(found, tmp_path / "run", alone)
     assert not compiled.exists(), "nothing is compiled, so a killed process leaves no lock of it"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_other_stages_equal_one_process(stage: int, alone: dict[str, Any], tmp_path: Path) -> None:
-    launch(2, SCRIPT, tmp_path, stage)
-    check(tmp_path, stage, alone)
+    found, _ = on_ranks(2, runs.trained, tmp_path, stage)
+    check(found, tmp_path, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_job_of_one_process(stage: int, alone: dict[str, Any], tmp_path: Path) -> None:
-    launch(1, SCRIPT, tmp_path, stage)
-    check(tmp_path, stage, alone)
+    [found] = on_ranks(1, runs.trained, tmp_path, stage)
+    check(found, tmp_path, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_second_train_of_a_trainer_equals_that_of_one_process(stage: int, tmp_path: Path) -> None:
-    run_script(SCRIPT, tmp_path, "-1twice")
-    found = json.loads((tmp_path / "stage-1twice.json").read_text())
-    launch(2, SCRIPT, tmp_path, f"{stage}twice")
-    check(tmp_path, f"{stage}twice", {**found, "weights": weights(tmp_path / "stage-1twice")})
+    [alone] = on_ranks(0, runs.twice, tmp_path / "alone", -1)
+    found, _ = on_ranks(2, runs.twice, tmp_path / "run", stage)
+    check(found, tmp_path / "run", {**alone, "weights": weights(tmp_path / "alone")})
 
 
 def test_parameters_without_dimensions_are_refused_by_name(tmp_path: Path) -> None:

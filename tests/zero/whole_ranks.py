@@ -1,4 +1,4 @@
-"""Run by `windlass launch`: whether parameters of stage 3 stay whole from a forward to its backward, in each update."""
+"""Run on ranks: whether parameters of stage 3 stay whole from a forward to its backward, in each update."""
 
 from __future__ import annotations
 

@@ -63,13 +63,19 @@ class SWACallback(TrainerCallback):
         if elsewhere is not None and elsewhere.in_stages:
             fix = "averages weights, which is not built for pipelines: leave it out, or set pp_size=1"
             raise ConfigError(Problem("callbacks", type(self).__name__, fix))
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        short = canonical_names(named)
-        self._trained = {short[name]: p for name, p in named.items()}
+        self._trained = _trained_of(model)
         self._average, self._own, self._count = {}, {}, 0
         if self._saved is not None:
             self._restore(self._saved)
             self._saved = None
+
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        # What a callback has unfrozen had the same weights in all updates that count so far.
+        now = _trained_of(kwargs["model"])
+        unfrozen = {name: p for name, p in now.items() if name not in self._trained}
+        self._trained |= unfrozen
+        if self._average:
+            self._average |= {name: _wide(p) for name, p in unfrozen.items()}
 
     def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         since = state.global_step - self.start_step
@@ -166,6 +172,12 @@ class EMACallback(SWACallback):
 
     def weight_of_next(self) -> float:
         return 1.0 - self.decay
+
+
+def _trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    named = dict(model.named_parameters())
+    short = canonical_names(named)  # of all: they do not depend on which of them are frozen
+    return {short[name]: p for name, p in named.items() if p.requires_grad}
 
 
 def _wide(parameter: Tensor) -> Tensor:

@@ -179,11 +179,11 @@ class Files:
             self.remove_file(new)
         try:
             yield new
+            self.rename(new, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 self.remove_file(new)
             raise
-        self.rename(new, path)
 
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name, which must not exist yet."""

@@ -68,13 +68,15 @@ def is_fsdp_managed_module(module: nn.Module) -> bool:
 def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
     """Let the process of local rank 0 run the body first, then the others; -1 is a process by itself.
 
-    `TrainingArguments.main_process_first` does the same and cannot leave the others waiting if the first one fails.
+    `TrainingArguments.main_process_first` does the same and raises an error on the others if the first one fails.
     """
     if local_rank > 0:
         dist.barrier()
-    yield
-    if local_rank == 0:
-        dist.barrier()
+    try:
+        yield
+    finally:  # the others wait for the first one, whatever was raised
+        if local_rank == 0:
+            dist.barrier()
 
 
 def is_main_process(local_rank: int) -> bool:

@@ -333,7 +333,10 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
         if ends and old.back(getattr(self, old.new)) == value:
             return  # what it would end was not requested: the field may have been set under its new name
         if ends and isinstance(value, bool):
-            setattr(self, old.new, default_of(self.__dataclass_fields__[old.new]))
+            before, default = getattr(self, old.new), default_of(self.__dataclass_fields__[old.new])
+            # Of a list, the words that the old name requested: others were set under the new name.
+            kept = [word for word in before if not old.back([word])] if isinstance(before, list) else default
+            setattr(self, old.new, kept)
             return
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         setattr(self, old.new, old.carry(value, fields))

@@ -203,6 +203,8 @@ def as_declared(value: Any, kinds: tuple[Any, ...]) -> Any:
             return next((member for member in kind if member.value == str(value)), value)
     if isinstance(value, bool) or value is None:
         return value
+    if bool in kinds and type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
     if isinstance(value, Integral) and (int in kinds or float in kinds):
         return int(value)
     if int in kinds and isinstance(value, float) and value.is_integer():

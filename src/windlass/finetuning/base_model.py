@@ -85,9 +85,11 @@ def load_model(
     transformers = require("transformers", _PURPOSE)
     of_config = {k: v for k, v in options.items() if k in OF_CONFIG}
     outputs = {} if labels is None else {"num_labels": labels}
+    # The model notes it for tokenizers and adapters, which are opened when the working directory may be another one.
+    place = str(Path(name).absolute()) if Path(name).is_dir() else name
     try:
         with looking_for(name):
-            config = transformers.AutoConfig.from_pretrained(name, **of_config, **outputs)
+            config = transformers.AutoConfig.from_pretrained(place, **of_config, **outputs)
         if labels is None:
             names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
             kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
@@ -95,7 +97,7 @@ def load_model(
             kind = transformers.AutoModelForSequenceClassification
         if empty and (made := model_without_weights(kind, config, options)) is not None:
             return made
-        loaded: nn.Module = kind.from_pretrained(name, **options, **outputs)
+        loaded: nn.Module = kind.from_pretrained(place, **options, **outputs)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
     except RuntimeError as error:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.data.collate_branches import DataCollatorForSharedPrompts
 from windlass.data.collate_preference import DataCollatorForPreference
@@ -20,10 +19,8 @@ from windlass.finetuning.answer_log_probabilities import (
 )
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_objective import PairTerms, UpdateLoss, figures_of, loss_sums
-from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
-from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.pair_encoder import PairOptions
 from windlass.transforms.branched_check import refuse_unbranched
 from windlass.transforms.document_attention import documents_apart
@@ -37,7 +34,7 @@ _MEANS = (
 _PARTS = ("_loss_of_pairs", "_loss_of_tokens")
 
 
-class DPOTrainer(ReferenceTrainer):
+class DPOTrainer(ReferenceTrainer[DPOConfig]):
     """Tunes a causal language model on preferences: rows with a chosen and a rejected answer.
 
     Args:
@@ -60,50 +57,18 @@ class DPOTrainer(ReferenceTrainer):
         ConfigError, DataError, ModelError: whatever can be known to be wrong before training.
     """
 
-    args: DPOConfig
+    CONFIG = DPOConfig
     TAGS = ("windlass", "dpo")
     REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
     COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", *REFERENCE_COLUMNS)
     PAIRS = True
 
-    def __init__(
-        self,
-        model: Any,
-        ref_model: nn.Module | None = None,
-        args: DPOConfig | TrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], Any] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ) -> None:
-        args = begin_tuning(DPOConfig, args, model, train_dataset)
-        if args.padding_free:
-            _check_rows(own_collator=data_collator is not None, has_metrics=compute_metrics is not None)
-        base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
-        self._choose_reference(base, args, ref_model, had_adapter=is_peft_model(model))
-        self._data = self.preparation(args, base.tokenizer, ModelLimits.of(base.model))
-        super().__init__(
-            base.model,
-            args,
-            data_collator or self._collator(args, base.tokenizer.pad_token_id),
-            self._data.prepare(train_dataset, "train"),
-            None if eval_dataset is None else self._data.prepare_all(eval_dataset),
-            base.processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+    def _begin_loss(self) -> None:
         self._objective = UpdateLoss(self.args)
         self._begin_reports((*_MEANS, *(_PARTS if self._objective.counts_tokens else ())))
         self.loss_is_scaled_for_ga = self._services.loss.asks_for_factor = self._objective.is_scaled
-        if args.padding_free:
+        if self.args.padding_free:
             self._check_branches()
-        self._begin_reference(own_collator=data_collator is not None)
 
     @classmethod
     def preparation(cls, args: DPOConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
@@ -114,6 +79,14 @@ class DPOTrainer(ReferenceTrainer):
         return PreferenceData(tokenizer, options, limits, cls.REFERENCE_COLUMNS)
 
     # --- rows with shared prompts -----------------------------------------------------------------------------------
+
+    def _check_passed(self, args: DPOConfig, *, own_collator: bool, has_metrics: bool) -> None:
+        if args.padding_free and own_collator:
+            fix = "batches are one row without padding, which only the built-in collator makes; leave data_collator out"
+            raise ConfigError(Problem("padding_free", True, fix))
+        if args.padding_free and has_metrics:
+            fix = "`compute_metrics` gets the logits of padded batches; leave one of the two out"
+            raise ConfigError(Problem("padding_free", True, fix))
 
     def _collator(self, args: DPOConfig, pad_token_id: int) -> DataCollatorForPreference:
         options = (pad_token_id, args.max_length, args.truncation_mode, args.padding_step)
@@ -191,16 +164,6 @@ class DPOTrainer(ReferenceTrainer):
         if not return_outputs:
             return loss
         return loss, model(**model_inputs(inputs))  # as in `SFTTrainer.compute_loss`
-
-
-def _check_rows(*, own_collator: bool, has_metrics: bool) -> None:
-    """Raise ConfigError if pairs in one row contradict what a script passes."""
-    if own_collator:
-        fix = "batches are one row without padding, which only the built-in collator makes; leave data_collator out"
-        raise ConfigError(Problem("padding_free", True, fix))
-    if has_metrics:
-        fix = "`compute_metrics` gets the logits of padded batches; leave one of the two out"
-        raise ConfigError(Problem("padding_free", True, fix))
 
 
 def _terms(found: AnswerLogProbabilities, reference: tuple[Tensor, Tensor]) -> PairTerms:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
 from windlass.data.collate_branches import MISMATCHED, DataCollatorForUnpairedPreference
@@ -19,11 +18,9 @@ from windlass.finetuning.answer_log_probabilities import (
     model_inputs,
 )
 from windlass.finetuning.kto_config import KTOConfig
-from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
 from windlass.finetuning.sft_data import columns_of
-from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.forms import LocatedRows, RowError
 from windlass.text.pair_encoder import CHOSEN, COMPLETION, REJECTED, PairOptions, PairRows, split_prompt
 from windlass.text.tables import is_stream
@@ -98,7 +95,7 @@ _MEANS = (
 )  # fmt: skip
 
 
-class KTOTrainer(ReferenceTrainer):
+class KTOTrainer(ReferenceTrainer[KTOConfig]):
     """Tunes a causal language model on answers that are judged one by one.
 
     Args:
@@ -120,49 +117,19 @@ class KTOTrainer(ReferenceTrainer):
         ConfigError, DataError, ModelError: whatever can be known to be wrong before training.
     """
 
-    args: KTOConfig
+    CONFIG = KTOConfig
     TAGS = ("windlass", "kto")
     REFERENCE_COLUMNS = ("ref_logps",)
     COLUMNS = ("prompt_ids", "completion_ids", "label", *REFERENCE_COLUMNS)
 
-    def __init__(
-        self,
-        model: Any,
-        ref_model: nn.Module | None = None,
-        args: KTOConfig | TrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], Any] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ) -> None:
-        args = begin_tuning(KTOConfig, args, model, train_dataset)
-        base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
-        self._choose_reference(base, args, ref_model, had_adapter=is_peft_model(model))
-        self._data = self.preparation(args, base.tokenizer, ModelLimits.of(base.model))
-        train = self._data.prepare(train_dataset, "train")
-        warn_of_balance(train, args)
-        super().__init__(
-            base.model,
-            args,
-            data_collator
-            or DataCollatorForUnpairedPreference(
-                base.tokenizer.pad_token_id, args.max_length, args.padding_step, args.estimates_divergence
-            ),
-            train,
-            None if eval_dataset is None else self._data.prepare_all(eval_dataset),
-            base.processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
+    def _collator(self, args: KTOConfig, pad_token_id: int) -> DataCollatorForUnpairedPreference:
+        options = args.max_length, args.padding_step, args.estimates_divergence
+        return DataCollatorForUnpairedPreference(pad_token_id, *options)
+
+    def _begin_loss(self) -> None:
+        warn_of_balance(self.train_dataset, self.args)
         self.loss_is_scaled_for_ga = False  # a mean over the answers of a batch
         self._begin_reports(_MEANS)
-        self._begin_reference(own_collator=data_collator is not None)
 
     @classmethod
     def preparation(cls, args: KTOConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem, refuse
 from windlass.core.events import TrainerState
@@ -22,11 +23,14 @@ from windlass.finetuning.frozen_reference import (
     choose_reference,
     model_hash,
 )
+from windlass.finetuning.peft_adapters import is_peft_model
+from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
-from windlass.finetuning.tuned_model import TunedModel
+from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.pair_encoder import PairRows
 from windlass.trainer.services import spread_in_stages
+from windlass.transforms.model_limits import ModelLimits
 from windlass.transforms.staged_model import staged_of
 
 
@@ -68,23 +72,73 @@ def move_towards(reference: nn.Module, model: nn.Module, alpha: float) -> None:
         own.data.mul_(1.0 - alpha).add_(other.data.to(own.dtype), alpha=alpha)
 
 
-class ReferenceTrainer(FineTuner):
+Config = TypeVar("Config", bound=ReferenceConfig)
+
+
+class ReferenceTrainer(FineTuner, Generic[Config]):
     """A `FineTuner` with a reference, whose log-probabilities may be computed once.
 
     Attributes:
         ref_model: the reference, if it is a second model.
+        CONFIG: the class of its arguments.
         REFERENCE_COLUMNS: of precomputed log-probabilities, one for each answer of a row.
     """
 
-    args: ReferenceConfig
+    args: Config
+    CONFIG: type[Config]
     REFERENCE_COLUMNS: ClassVar[tuple[str, ...]] = ()
 
-    def _choose_reference(
-        self, base: TunedModel, args: ReferenceConfig, ref_model: nn.Module | None, *, had_adapter: bool
+    def __init__(
+        self,
+        model: Any,
+        ref_model: nn.Module | None = None,
+        args: Config | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
     ) -> None:
-        """Decide what the model is compared with, before the constructor; see `choose_reference`."""
+        args = begin_tuning(self.CONFIG, args, model, train_dataset)
+        own_collator = data_collator is not None
+        self._check_passed(args, own_collator=own_collator, has_metrics=compute_metrics is not None)
+        base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
         self._router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
-        self._choice = choose_reference(ref_model, base, args, had_adapter=had_adapter)
+        self._choice = choose_reference(ref_model, base, args, had_adapter=is_peft_model(model))
+        self._data = self.preparation(args, base.tokenizer, ModelLimits.of(base.model))
+        super().__init__(
+            base.model,
+            args,
+            data_collator or self._collator(args, base.tokenizer.pad_token_id),
+            self._data.prepare(train_dataset, "train"),
+            None if eval_dataset is None else self._data.prepare_all(eval_dataset),
+            base.processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self._begin_loss()
+        self._begin_reference(own_collator=own_collator)
+
+    @classmethod
+    def preparation(cls, args: Config, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
+        """Return what prepares datasets by `args`, with `tokenizer`, for a model with `limits`."""
+        raise NotImplementedError
+
+    def _check_passed(self, args: Config, *, own_collator: bool, has_metrics: bool) -> None:
+        """Raise ConfigError if `args` contradict what a script passes; by default nothing does."""
+
+    def _collator(self, args: Config, pad_token_id: int) -> Callable[[list[Any]], Any]:
+        """What makes batches of samples unless a script passes it."""
+        raise NotImplementedError
+
+    def _begin_loss(self) -> None:
+        """Called once the Trainer is made: begin its reports, and set what its loss is normalised by."""
+        raise NotImplementedError
 
     def _begin_reference(self, *, own_collator: bool) -> None:
         """Put the reference on the devices of the run, and compute what training needs of it if that is asked for.

@@ -73,8 +73,13 @@ def open_trained(
 def _of_parts(folder: Path, dtype: str | torch.dtype) -> Any:
     """Return the model whose weights several ranks saved in parts."""
     transformers = require("transformers", _PURPOSE)
-    config = transformers.AutoConfig.from_pretrained(str(folder))
-    kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
-    model = kind(config)
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(folder))
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        build = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
+        # Not converted later: angles of positions stay in float32.
+        model = build(config, dtype=(config.dtype or torch.float32) if dtype == "auto" else dtype)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {str(folder)!r} cannot be loaded: {error}") from error
     load_folder(folder, model)
-    return model if dtype == "auto" else model.to(dtype)
+    return model

@@ -395,7 +395,7 @@ def arguments_of(trial: ChosenTrial, args: TrainingArguments, takes_trial: bool)
         if not hasattr(args, name) and not takes_trial
     )
     copied = copy.copy(args)
-    copied.output_dir = str(Path(str(args.output_dir)) / trial.name)
+    copied.output_dir = str(Path(args.output_path) / trial.name)
     types = hints(type(args))
     for name, value in trial.params.items():
         if hasattr(args, name):

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +175,10 @@ class Trainer:
             self.add_callback(last)
         self._session.memory.end("init")
         self._services.events.fire("on_init_end")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        # Its accelerator, its process group and its lock are this one's: the copy could not train.
+        raise TypeError("a Trainer cannot be copied: make another one with a copy of the model")
 
     def __repr__(self) -> str:
         """Model, data, progress, device and folder in one line."""

@@ -162,8 +162,12 @@
       offer();
       redraw();
     };
-    source.onerror = () => { document.body.dataset.connection = "lost"; };
-    source.onopen = () => { document.body.dataset.connection = "open"; };
+    const connected = (open) => () => {
+      document.body.dataset.connection = open ? "open" : "lost";
+      element("connection").hidden = open;
+    };
+    source.onerror = connected(false);
+    source.onopen = connected(true);
   }
 
   offer();

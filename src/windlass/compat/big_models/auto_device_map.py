@@ -79,7 +79,8 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     covered; they are named.
     """
     names = list(model.state_dict())
-    known = {"", *names, *(name for name, _ in model.named_modules())}
+    parts = [*model.named_modules(), *model.named_buffers()]  # the state dict lacks some buffers
+    known = {"", *names, *(name for name, _ in parts)}
     if unknown := [key for key in device_map if key not in known]:
         text = f"device_map names modules that the model does not have: {', '.join(unknown)}"
         warnings.warn(text, stacklevel=2)

@@ -133,7 +133,8 @@ def cpu_offload(
     """Keep all weights of `model` on the host, and load those of each layer to the device for its forward.
 
     Args:
-        execution_device: the device on which the model runs; by default that of its first parameter.
+        execution_device: the device on which the model runs; by default that of its first parameter, which must not be
+            the meta device.
         offload_buffers: offload persistent buffers too.
         state_dict: the weights, if the model is on the meta device.
         preload_module_classes: classes whose modules are loaded with their submodules, for forwards that use the
@@ -163,7 +164,12 @@ def _offload_all(
     preload_module_classes: list[str] | None,
 ) -> nn.Module:
     if execution_device is None:
-        execution_device = next(iter(model.parameters())).device
+        execution_device = next((param.device for param in model.parameters()), None)
+        if execution_device == META:
+            fix = (
+                "the model is on the meta device, where nothing is computed: name the device on which it runs"
+            )
+            raise ConfigError(Problem("execution_device", None, fix))
     ties = shared_weights(find_tied_parameters(model))
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
