@@ -124,18 +124,17 @@ def test_the_cheapest_that_fits_is_taken_and_it_says_why_others_are_passed_over(
     monkeypatch.setattr(Child, "can_fork", forks)
     peaks = {"replicas 4": 2000, "replicas 4, recomputed": 1500, "pipeline 4, recomputed": 1000}
 
-    def trace(layout: Layout) -> Trace:
+    def check(layout: Layout) -> None:
         if layout.sharded:
             raise ModelError("no shards today")
         if layout.mesh.expert > 1:
             raise ConfigError(Problem("model", "Llama", "has no experts"))
         if layout.mesh.tensor > 1:
             raise ConfigError(Problem("tp_size", layout.mesh.tensor, "no such heads"))
-        return held(peaks[layout.name])
 
-    def check(layout: Layout) -> None:
-        if layout.mesh.tensor > 1:
-            raise ConfigError(Problem("tp_size", layout.mesh.tensor, "no such heads"))
+    def trace(layout: Layout) -> Trace:
+        check(layout)
+        return held(peaks[layout.name])
 
     order = priced(
         Layout(Mesh(replicate=4)),
@@ -164,6 +163,35 @@ def test_the_cheapest_that_fits_is_taken_and_it_says_why_others_are_passed_over(
     ]
     with pytest.raises(ConfigError, match=r"the least is 1000 B of a rank \(pipeline 4, recomputed"):
         find_layout(Looks(trace, check), order, SIZE, Devices(4, 500), lines.append)
+
+
+def test_a_number_of_ranks_with_samples_is_refused_and_not_what_divides_them_further() -> None:
+    order = priced(
+        Layout(Mesh(replicate=4)),
+        Layout(Mesh(shard=4), sharded=True),
+        Layout(Mesh(replicate=4), recomputed=True),
+        Layout(Mesh(shard=2, tensor=2), sharded=True),
+    )
+
+    def check(layout: Layout) -> None:
+        if layout.mesh.replicate * layout.mesh.shard > 2:
+            raise ConfigError(Problem("global_batch_size", 2, "must be a multiple of 4"))
+
+    def trace(layout: Layout) -> Trace:
+        check(layout)
+        return held(100)
+
+    lines: list[str] = []
+    layout, _ = find_layout(Looks(trace, check), order, SIZE, Devices(4, 1000), lines.append)
+    assert layout.name == "shards 2 x tensor 2"
+    assert " ".join(lines[-1].split()) == "2 more with samples over 4 ranks, refused as above"
+
+    def refuse(layout: Layout) -> None:
+        raise ConfigError(Problem("learning_rate", -1, "must be at least 0"))
+
+    with pytest.raises(ConfigError, match="the run refuses every layout that could fit: learning_rate"):
+        find_layout(Looks(refuse, refuse), order, SIZE, Devices(4, 1000), lines.append)  # type: ignore[arg-type]
+    assert " ".join(lines[-1].split()) == "3 more with any axes, refused as above"
 
 
 def test_what_cannot_fit_is_not_planned() -> None:

@@ -64,7 +64,13 @@ def test_layouts_are_products_of_axes(devices: int) -> None:
             Layout(Mesh(replicate=8)),
             ("parallel.dp_shard=null", "parallel.strategy=null", "training.gradient_checkpointing=false"),
         ),
-        ({"training": {"fsdp": True}}, Layout(Mesh(replicate=8)), ("parallel.strategy=ddp",)),
+        ({"training": {"fsdp": True}}, Layout(Mesh(replicate=8)), ("training.fsdp=null",)),
+        ({"training": {"fsdp": "full_shard"}}, Layout(Mesh(shard=8), sharded=True), ()),
+        (
+            {"training": {"parallelism_config": {"tp_size": 2}}},
+            Layout(Mesh(replicate=4, tensor=2)),
+            ("parallel.tp=2", "training.parallelism_config=null"),
+        ),
     ],
 )
 def test_overrides_set_what_a_recipe_sets_otherwise(

@@ -129,7 +129,7 @@ class _Search:
     def look(self, layout: Layout, cost: float) -> Trace | None:
         """The trace of a layout that fits; None for any other."""
         for asked in self._refused:
-            if asked <= layout.asked:
+            if asked <= _asked(layout):
                 self._skipped[asked] += 1
                 return None
         if max(each.least(layout) for each in self._tried) > self._devices.room:
@@ -150,8 +150,8 @@ class _Search:
 
     def _blame(self, layout: Layout, refusal: ConfigError | ModelError) -> None:
         """Ask the run about each axis of what it refused by itself, so that no other layout is planned in vain."""
-        parts = list(layout.parts())
-        if len(parts) == 1:
+        parts = list(layout.parts()) or [Layout()]
+        if len(parts) == 1 and parts[0].mesh.size() == layout.mesh.size():
             self._remember(parts[0], refusal)
             return
         before = len(self._refused)
@@ -161,7 +161,7 @@ class _Search:
             except (ConfigError, ModelError) as error:
                 self._remember(part, error)
         if len(self._refused) == before:
-            self._refused[layout.asked] = _reason(refusal)
+            self._refused[_asked(layout)] = _reason(refusal)
 
     def _remember(self, part: Layout, refusal: ConfigError | ModelError) -> None:
         # What is wrong with the model is so for each size of the axis.
@@ -194,11 +194,18 @@ class _Search:
         )
 
 
+def _asked(layout: Layout) -> frozenset[str]:
+    """What of a layout a run may refuse. Among how many ranks samples are divided belongs to it, such as those of one
+    batch for all, and is not a part that could be checked by itself.
+    """
+    ranks = layout.mesh.replicate * layout.mesh.shard
+    return layout.asked | ({f"samples over {ranks} ranks"} if ranks > 1 else set())
+
+
 def _named(asked: frozenset[str]) -> str:
-    """Without the names of axes whose sizes are there too."""
-    return " x ".join(
-        sorted(word for word in asked if not any(each.startswith(f"{word} ") for each in asked))
-    )
+    """Without the names of axes whose sizes are there too; what one process is refused with, any axes are."""
+    named = (word for word in asked if not any(each.startswith(f"{word} ") for each in asked))
+    return " x ".join(sorted(named)) or "any axes"
 
 
 def _reason(error: ConfigError | ModelError) -> str:

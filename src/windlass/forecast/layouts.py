@@ -110,9 +110,12 @@ class Layout:
         }
         wanted[rows.MESH_REPLICAS.name] = mesh.replicate if self.sharded and mesh.replicate > 1 else None
         wanted[rows.MESH_SHARDS.name] = None
-        by_fields = "fsdp" in training or "parallelism_config" in training
-        wanted["strategy"] = "fsdp" if self.sharded else "ddp" if by_fields else None
-        found = []
+        # A strategy or an axis that is set both there and in `parallel` is refused if the two differ.
+        found = ["training.parallelism_config=null"] if training.get("parallelism_config") else []
+        shards = bool(training.get("fsdp"))
+        if shards and not self.sharded:
+            found.append("training.fsdp=null")
+        wanted["strategy"] = "fsdp" if self.sharded and not shards else None
         for word, value in _flat(recipe.get("parallel") or {}):
             name = next(
                 (full for full, short in _SPELLINGS.items() if word in (short, f"mesh.{short}")), word
