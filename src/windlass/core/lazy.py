@@ -117,7 +117,7 @@ class _TorchFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torch":
             return None
-        # Not those before it: of two of this class, as in a launched `windlass train`, each would ask the other.
+        # Not those before it: of two finders that ask all others, each would ask the other.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
@@ -131,12 +131,16 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     gc.freeze()
 
 
+_TORCH = _TorchFinder()
+
+
 def import_torch_uncollected() -> None:
     """From now on the first import of torch, by any module, is not interrupted by collections of garbage, and
     none looks at what it made: modules stay to the end. For processes of Windlass itself, before a user's code runs.
     """
-    if "torch" not in sys.modules:
-        sys.meta_path.insert(0, _TorchFinder())
+    # A launched command asks twice: as the process that was launched, and as the command.
+    if "torch" not in sys.modules and _TORCH not in sys.meta_path:
+        sys.meta_path.insert(0, _TORCH)
 
 
 class LazyModule:
