@@ -46,6 +46,7 @@ class SWACallback(TrainerCallback):
         self.start_step, self.every = start_step, every
         self._count = 0
         self._trained: dict[str, nn.Parameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}  # the others, which a callback may unfreeze
         self._average: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}  # the weights of training, while the parameters hold the average
         self._saved: State | None = None
@@ -63,7 +64,10 @@ class SWACallback(TrainerCallback):
         if elsewhere is not None and elsewhere.in_stages:
             fix = "averages weights, which is not built for pipelines: leave it out, or set pp_size=1"
             raise ConfigError(Problem("callbacks", type(self).__name__, fix))
-        self._trained = _trained_of(model)
+        named = dict(model.named_parameters())
+        short = canonical_names(named)  # of all: they do not depend on which of them are frozen
+        self._trained = {short[name]: p for name, p in named.items() if p.requires_grad}
+        self._frozen = {short[name]: p for name, p in named.items() if not p.requires_grad}
         self._average, self._own, self._count = {}, {}, 0
         if self._saved is not None:
             self._restore(self._saved)
@@ -71,9 +75,11 @@ class SWACallback(TrainerCallback):
 
     def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         # What a callback has unfrozen had the same weights in all updates that count so far.
-        now = _trained_of(kwargs["model"])
-        unfrozen = {name: p for name, p in now.items() if name not in self._trained}
+        unfrozen = {name: p for name, p in self._frozen.items() if p.requires_grad}
+        if not unfrozen:
+            return
         self._trained |= unfrozen
+        self._frozen = {name: p for name, p in self._frozen.items() if name not in unfrozen}
         if self._average:
             self._average |= {name: _wide(p) for name, p in unfrozen.items()}
 
@@ -96,7 +102,7 @@ class SWACallback(TrainerCallback):
 
     def release(self) -> None:
         """Drop what belongs to a run that has ended; the model keeps what it holds."""
-        self._trained, self._average, self._own = {}, {}, {}
+        self._trained, self._frozen, self._average, self._own = {}, {}, {}, {}
 
     # --- which weights the parameters hold; called by the executor ----------------------------------------------------
 
@@ -172,12 +178,6 @@ class EMACallback(SWACallback):
 
     def weight_of_next(self) -> float:
         return 1.0 - self.decay
-
-
-def _trained_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    named = dict(model.named_parameters())
-    short = canonical_names(named)  # of all: they do not depend on which of them are frozen
-    return {short[name]: p for name, p in named.items() if p.requires_grad}
 
 
 def _wide(parameter: Tensor) -> Tensor:
