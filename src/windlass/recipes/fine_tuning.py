@@ -226,7 +226,9 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         return folder
     # A machine that trains it would wait for one that does not; and a new one would not be that of a resumed run.
     if any(kept):
-        raise CheckpointError(f"{folder} is not on all machines of the job: copy it, or let them share a folder")
+        raise CheckpointError(
+            f"{folder} is not on all machines of the job: copy it, or let them share a folder"
+        )
     is_main = world_from_environment().is_main
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
