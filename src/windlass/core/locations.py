@@ -71,9 +71,9 @@ def loading(what: str, name: str, *handled: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except (WindlassError, RuntimeError, *handled):
-        raise
     except Exception as error:
+        if isinstance(error, (WindlassError, RuntimeError, *handled)):
+            raise
         reason = f"there is no such folder, and the Hub did not help: {first_line(error)}"
         if os.path.isdir(os.path.expanduser(name)):
             # transformers words these two for its users; the text of others says little without their type.

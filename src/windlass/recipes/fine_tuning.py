@@ -207,8 +207,8 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     resumed run keeps the one that it began with, also if its data has changed since.
 
     Raises:
-        ConfigError: a resumed run asks for another base. CheckpointError: its folder cannot be written, or is not on all
-            machines; on all ranks.
+        ConfigError: a resumed run asks for another base. CheckpointError: its folder cannot be written, or is not on
+            all machines; on all ranks.
         KeyboardInterrupt: the user ends its training, which the next call continues.
     """
     from windlass.trainer.session import Session, together
