@@ -64,7 +64,7 @@ def shown_path(path: Path | str) -> str:
 @contextlib.contextmanager
 def loading(what: str, name: str, *handled: type[Exception]) -> Iterator[None]:
     """Within the body, `what` (such as "model") is loaded by its name or folder. Raises ModelError, with the reason,
-    for what its libraries raise, of many types if a file is damaged; a RuntimeError, of a device as a rule, is passed on.
+    for what its libraries raise, of many types if a file is damaged. A RuntimeError, as of a device, is passed on.
 
     Args:
         handled: errors that the caller handles.
