@@ -107,7 +107,8 @@ def _shared_folder(args: TrainingArguments) -> Iterator[str]:
     """
     world, all_ranks = world_from_environment(), Session.open(args).all_ranks
     with tempfile.TemporaryDirectory(prefix="windlass-dry-run-") as own:
-        yield all_ranks.gather_objects(own)[world.rank - world.local_rank]
+        folders = all_ranks.gather_objects((world.machine, own))
+        yield next(folder for machine, folder in folders if machine == world.machine)
         # The process that made it removes it, and another may still read the checkpoint.
         all_ranks.gather_objects(None)
 

@@ -202,6 +202,26 @@ def _refuse_other_base(before: str, now: str) -> None:
     )
 
 
+def _base_arguments(folder: Path, spec: BaseSpec, args: TrainingArguments) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder),
+        max_steps=spec.max_steps,
+        per_device_train_batch_size=spec.batch_size,
+        learning_rate=spec.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.05,
+        weight_decay=0.1,
+        logging_steps=50,
+        # A base takes minutes. A signal of a scheduler saves it all the same, and it is continued.
+        save_strategy="no",
+        seed=args.seed,
+        use_cpu=args.use_cpu,
+        report_to="none",
+        disable_tqdm=args.disable_tqdm,
+        log_level="warning",
+    )
+
+
 def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path:
     """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists. A
     resumed run keeps the one that it began with, also if its data has changed since.
@@ -234,28 +254,11 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
     )
     set_seed(args.seed)
-    base_args = TrainingArguments(
-        str(folder),
-        max_steps=spec.max_steps,
-        per_device_train_batch_size=spec.batch_size,
-        learning_rate=spec.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.05,
-        weight_decay=0.1,
-        logging_steps=50,
-        # A base takes minutes. A signal of a scheduler saves it all the same, and it is continued.
-        save_strategy="no",
-        seed=args.seed,
-        use_cpu=args.use_cpu,
-        report_to="none",
-        disable_tqdm=args.disable_tqdm,
-        log_level="warning",
-    )
     with DividedBuilding.paused():
         model = new_base(spec, tokenizer)
     trainer = Trainer(
         model,
-        base_args,
+        _base_arguments(folder, spec, args),
         default_data_collator,
         pack(texts, tokenizer, spec.block_size),
         processing_class=tokenizer,
