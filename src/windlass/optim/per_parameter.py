@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from windlass.core.errors import ModelError
 from windlass.dist.sharded import is_sharded, local, part
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -44,6 +45,7 @@ class PerParameterOptimizer(CopiedOptimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], in_backward: bool = False) -> None:
         self.in_backward = in_backward
         super().__init__(params, defaults)
+        refuse_complex(self)
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:
         """Return True if every rank has all of the state of the parameters of `group`, also if they are sharded."""
@@ -77,6 +79,14 @@ class PerParameterOptimizer(CopiedOptimizer):
         shape, sharded as it is, in fp32 or fp64. `group` has the options, such as "lr".
         """
         raise NotImplementedError
+
+
+def refuse_complex(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ModelError if a parameter of `optimizer`, which computes with real numbers, is complex."""
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            f"{type(optimizer).__name__} cannot update complex parameters; use optim='adamw_torch'"
+        )
 
 
 # `step` runs under `no_grad`, and closures call `backward`.

@@ -96,8 +96,9 @@ class Strategy:
         local = self.local(gradients)
         if not local:
             return
-        # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
-        factor = factor.to(torch.promote_types(local[0].dtype, torch.float32))
+        # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %. And real: a real
+        # gradient beside complex ones takes no complex factor.
+        factor = factor.to(torch.promote_types(local[0].dtype.to_real(), torch.float32))
         if not self.sharded:
             torch._foreach_mul_(local, factor)
             return
