@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,21 @@ class CopiedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict`. Each value keeps its dtype: PyTorch casts them to that of their parameter,
+        which for averages in fp32 of a weight in bf16 would drop half of their bits.
+        """
+        super().load_state_dict(state_dict)
+        saved, live = (
+            chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for number, parameter in zip(saved, live, strict=True):
+            state = self.state.get(parameter, {})
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dtype != state[name].dtype:
+                    state[name] = value.to(parameter.device)
 
 
 class PerParameterOptimizer(CopiedOptimizer):
