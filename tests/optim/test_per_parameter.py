@@ -1,4 +1,4 @@
-"""What optimizers have in common: copies and state dicts, which PyTorch makes by its own rules, and what they refuse."""
+"""What optimizers have in common: copies and state dicts, which PyTorch makes by rules of its own, and refusals."""
 
 from __future__ import annotations
 

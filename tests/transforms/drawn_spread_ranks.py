@@ -1,8 +1,8 @@
 """Run on several ranks: drawn models, replicated or sharded by drawn plans, train as in one process, in float64.
 
-Models have ties within and across units, shared modules, frozen parameters, scalars, complex parameters, and those
-without elements and with strides of their own; ranks begin with other weights than rank 0, and have batches of other
-sizes.
+Models have ties within and across units, shared modules, sparse gradients, frozen parameters, scalars, complex
+parameters, and those without elements and with strides of their own; ranks begin with other weights than rank 0, and
+have batches of other sizes.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = Net(rng).double()
+    tied = model.head.weight is model.embed.weight
+    model.embed.sparse = kind == "ddp" and not tied and rng.random() < 0.3
     plain, plan, words = (
         copy.deepcopy(model),
         drawn_plan(rng, kind, ranks.size, len(model.blocks)),
@@ -134,7 +136,7 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
                 (loss_sum(strategy.model, micro[ranks.rank]) / count * ranks.size).backward()
         strategy.check_reached()
         strategy.check_used()
-        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        expected = {n: p.grad.to_dense() for n, p in plain.named_parameters() if p.grad is not None}
         norm = strategy.total_norm([p.grad for p in model.parameters() if p.grad is not None])
         assert math.isclose(
             norm, math.sqrt(sum(g.abs().square().sum() for g in expected.values())), rel_tol=CLOSE
@@ -144,10 +146,12 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
             found = own[name].grad
             if gradient.numel():
                 assert found is not None, (seed, name)
-                assert (whole(found) - gradient).abs().max() < CLOSE, (seed, name)
+                dense = found.to_dense() if found.is_sparse else whole(found)
+                assert (dense - gradient).abs().max() < CLOSE, (seed, name)
         strategy.multiply([p.grad for p in model.parameters() if p.grad is not None], 0.1 / (norm + 1))
-        for gradient in expected.values():
-            gradient *= 0.1 / (norm + 1)
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 0.1 / (norm + 1)
         with torch.no_grad():
             for parameter in (*plain.parameters(), *model.parameters()):
                 if parameter.grad is not None:
