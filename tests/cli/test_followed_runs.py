@@ -126,7 +126,7 @@ def test_rows_of_a_look_that_failed_are_on_the_next_page(
 
     with monkeypatch.context() as patch:
         patch.setattr(followed_runs, "read_run", stale)
-        with pytest.raises(DataError, match="cannot be read: .*Stale"):
+        with pytest.raises(DataError, match=r"cannot be read: .*Stale"):
             history.view()
     assert history.page()[0].data == page_data(read_run(tmp_path))
 
