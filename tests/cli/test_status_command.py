@@ -204,7 +204,7 @@ def test_ps_lists_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "more/other" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that nobody can read")
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that no process can read")
 def test_ps_lists_runs_beside_one_that_cannot_be_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run.parent / "other").mkdir()
     (run.parent / "other" / "metrics.jsonl").symlink_to("/proc/self/mem")

@@ -88,7 +88,7 @@ def test_the_index_and_the_page_of_each_run(port: int, runs: Path) -> None:
     assert files(runs) == before
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that nobody can read")
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that no process can read")
 def test_the_index_lists_runs_beside_one_that_cannot_be_read(tmp_path: Path) -> None:
     write_run(tmp_path / "first", 5)
     (tmp_path / "other").mkdir()
