@@ -153,7 +153,7 @@ def check(seed: int, ranks: Gang) -> None:
         count = sum(batch.numel() for batch in batches)
         for batch in batches:
             (loss_sum(plain, batch) / count).backward()
-        norm = math.sqrt(sum(p.grad.square().sum() for p in plain.parameters() if p.grad is not None))
+        norm = math.sqrt(sum(p.grad.abs().square().sum() for p in plain.parameters() if p.grad is not None))
         assert math.isclose(step(strategy, ranks, micros, count), norm, rel_tol=1e-6), seed
         with torch.no_grad():
             for parameter in plain.parameters():

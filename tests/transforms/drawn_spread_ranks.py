@@ -1,7 +1,8 @@
 """Run on several ranks: drawn models, replicated or sharded by drawn plans, train as in one process, in float64.
 
-Models have ties within and across units, shared modules, frozen parameters, scalars, parameters without elements and
-with strides of their own; ranks begin with other weights than rank 0, and have batches of other sizes.
+Models have ties within and across units, shared modules, sparse gradients, frozen parameters, scalars, complex
+parameters, and those without elements and with strides of their own; ranks begin with other weights than rank 0, and
+have batches of other sizes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ class Block(nn.Module):
             self.register_parameter(name, nn.Parameter(drawn) if rng.random() < 0.25 else None)
         turned = nn.Parameter(torch.randn(width, width).T)
         self.register_parameter("gate", turned if rng.random() < 0.2 else None)
+        wave = nn.Parameter(torch.randn(width, dtype=torch.complex128))
+        self.register_parameter("wave", wave if rng.random() < 0.2 else None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.wave is not None:
+            x = torch.fft.ifft(torch.fft.fft(x) * self.wave).real
         made = self.down(torch.tanh(self.up(self.norm(x))))
         if self.empty is not None:
             made = made + self.empty.sum()
@@ -106,6 +111,8 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = Net(rng).double()
+    tied = model.head.weight is model.embed.weight
+    model.embed.sparse = kind == "ddp" and not tied and rng.random() < 0.3
     plain, plan, words = (
         copy.deepcopy(model),
         drawn_plan(rng, kind, ranks.size, len(model.blocks)),
@@ -129,21 +136,26 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
                 (loss_sum(strategy.model, micro[ranks.rank]) / count * ranks.size).backward()
         strategy.check_reached()
         strategy.check_used()
-        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        expected = {n: p.grad.to_dense() for n, p in plain.named_parameters() if p.grad is not None}
         norm = strategy.total_norm([p.grad for p in model.parameters() if p.grad is not None])
         assert math.isclose(
-            norm, math.sqrt(sum(g.square().sum() for g in expected.values())), rel_tol=CLOSE
+            norm, math.sqrt(sum(g.abs().square().sum() for g in expected.values())), rel_tol=CLOSE
         ), seed
         own = dict(model.named_parameters())
         for name, gradient in expected.items():
             found = own[name].grad
             if gradient.numel():
                 assert found is not None, (seed, name)
-                assert (whole(found) - gradient).abs().max() < CLOSE, (seed, name)
+                dense = found.to_dense() if found.is_sparse else whole(found)
+                assert (dense - gradient).abs().max() < CLOSE, (seed, name)
+        strategy.multiply([p.grad for p in model.parameters() if p.grad is not None], 0.1 / (norm + 1))
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 0.1 / (norm + 1)
         with torch.no_grad():
             for parameter in (*plain.parameters(), *model.parameters()):
                 if parameter.grad is not None:
-                    local(parameter).sub_(0.1 * local(parameter.grad))
+                    local(parameter).sub_(local(parameter.grad))
         plain.zero_grad()
         model.zero_grad()
     state, reference = strategy.whole_state(), plain.state_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -56,7 +56,9 @@ class HeldInParts(Strategy):
         for (count, _), parts in groups.items():
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
             total += (norm.double().square() / count).to(total.device)
-        return self._sum_of_norm(total).sqrt().to(gradients[0].dtype if gradients else total.dtype)
+        # Not that of the first gradient: it may be complex, and ranks have different ones.
+        dtypes = (gradient.dtype.to_real() for gradient in gradients)
+        return self._sum_of_norm(total).sqrt().to(reduce(torch.promote_types, dtypes, torch.float32))
 
     def square(self, gradient: Tensor) -> Tensor:
         [mine] = locals_of([gradient])
