@@ -78,8 +78,8 @@ def loss_hooks(trainer: Trainer, owner: type[Trainer]) -> LossHooks:
     prepare = trainer._prepare_inputs
     own_loss = trainer.compute_loss_func is not None or overrides(trainer, owner, "compute_loss")
     if own_loss and overrides(trainer, owner, "_prepare_inputs"):
-        # The script's may sample, or count its calls: it prepares the batches of steps alone. Only the measurement of the
-        # model's own loss needs what it makes of a batch.
+        # The script's may sample, or count its calls: it prepares the batches of steps alone. Measuring the model's
+        # own loss needs what it makes of a batch, too.
         prepare = partial(owner._prepare_inputs, trainer)
     return LossHooks(
         compute_loss=trainer.compute_loss,
