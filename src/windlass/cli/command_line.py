@@ -103,7 +103,7 @@ def add_script(parser: CommandParser) -> None:
 
 def check_script(path: str) -> None:
     """Raise ConfigError if there is no such file."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ConfigError(Problem("SCRIPT", path, "there is no such file"))
 
 

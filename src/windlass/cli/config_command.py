@@ -137,9 +137,12 @@ def _devices() -> int:
 def config_command(words: list[str]) -> int:
     """Write or update a launch file, and return the exit code."""
     options = build_parser().parse_args(words)
-    path = Path(options.config_file or default_file(os.environ)).expanduser()
+    named = options.config_file
+    if named == "":
+        raise ConfigError(Problem("--config_file", named, "is empty; name a file, or leave the flag out"))
+    path = Path(named or default_file(os.environ)).expanduser()
     if options.action == "update":
-        _update(options.config_file)
+        _update(named)
         return 0
     settings = (
         basic_settings(options.mixed_precision, _devices(), "--mixed_precision")
@@ -147,7 +150,7 @@ def config_command(words: list[str]) -> int:
         else asked(LinePrompter())
     )
     write_file(settings, path)
-    flag = f"--config_file {shlex.quote(options.config_file)} " if options.config_file else ""
+    flag = f"--config_file {shlex.quote(named)} " if named else ""
     say(f"wrote {path}\nstart a script with it: windlass launch {flag}script.py")
     return 0
 
