@@ -141,6 +141,12 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
         assert math.isclose(
             norm, math.sqrt(sum(g.abs().square().sum() for g in expected.values())), rel_tol=CLOSE
         ), seed
+        for order in (1.0, 3.0, math.inf):
+            filled = [g for g in expected.values() if g.numel()]
+            if order == math.inf and kind == "ddp" and len(filled) < len(expected):
+                continue  # torch has no largest element of none
+            found = strategy.norm_of_order([p.grad for p in model.parameters() if p.grad is not None], order)
+            assert math.isclose(found, nn.utils.get_total_norm(filled, order), rel_tol=CLOSE), (seed, order)
         own = dict(model.named_parameters())
         for name, gradient in expected.items():
             found = own[name].grad
