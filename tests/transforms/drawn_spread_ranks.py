@@ -34,7 +34,9 @@ class Block(nn.Module):
         for name, choice in shapes.items():
             drawn = torch.randn(rng.choice(choice))
             self.register_parameter(name, nn.Parameter(drawn) if rng.random() < 0.25 else None)
-        turned = nn.Parameter(torch.randn(width, width).T)
+        turned = nn.Parameter(
+            torch.randn(width, width).T if rng.random() < 0.5 else torch.randn(width, width)
+        )
         self.register_parameter("gate", turned if rng.random() < 0.2 else None)
         wave = nn.Parameter(torch.randn(width, dtype=torch.complex128))
         self.register_parameter("wave", wave if rng.random() < 0.2 else None)
@@ -47,7 +49,8 @@ class Block(nn.Module):
             made = made + self.empty.sum()
         if self.scale is not None:
             made = made * self.scale
-        return x + (made if self.gate is None else made + x @ self.gate)
+        # A gradient of this product lies in memory as the transposed weight does.
+        return x + (made if self.gate is None else made + torch.einsum("...i,oi->...o", x, self.gate))
 
 
 class Net(nn.Module):

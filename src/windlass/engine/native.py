@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from windlass.core import host
 from windlass.core.errors import ModelError
 from windlass.core.run_clock import BACKWARD, COMPUTE, UPDATE, run_clock
+from windlass.core.tensors import laid_out_as
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.core.world import world_from_environment
@@ -108,7 +109,7 @@ class NativeExecutor:
 
     def add_aux(self, factor: Tensor) -> None:
         for parameter, gradient in self._aux_gradients.items():
-            scaled = gradient * factor.to(gradient.dtype)
+            scaled = laid_out_as(gradient * factor.to(gradient.dtype), parameter)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         self._aux_gradients = {}
 
