@@ -65,6 +65,10 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     options, rest = train.parse_known_args(words)
     if flags := [word for word in rest if word.startswith("-")]:
         train.error(f"unrecognized arguments: {' '.join(flags)}{_as_keys(flags, words, train)}")
+    # Of a variable that is not set, as a rule: as if there were no flag, a run would start from its beginning.
+    for flag, value in (("--resume", options.resume), ("--output-dir", options.output_dir)):
+        if value == "":
+            train.error(f"{flag} has an empty value; give a folder, or leave the flag out")
     # argparse collects positional arguments up to the first option only.
     given = [*options.words, *rest]
     resume = options.resume
