@@ -62,13 +62,13 @@ class HeldInParts(Strategy):
     def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._norm_device)
         for gradient, part in zip(gradients, locals_of(gradients), strict=True):
-            if not part.numel():  # a rank may have no rows of a parameter, of which none is the largest
+            # A rank may have no rows of a parameter, of which none is the largest.
+            if not part.numel():
                 continue
             norm = torch.linalg.vector_norm(part, order).to(total)
             if math.isinf(order):
-                total = torch.maximum(
-                    total, norm.nan_to_num(nan=torch.inf)
-                )  # a maximum over ranks may lose a NaN
+                # A maximum over ranks may lose a NaN.
+                total = torch.maximum(total, norm.nan_to_num(nan=torch.inf))
             else:
                 total += norm**order / self._copies_of(gradient)
         if math.isinf(order):
