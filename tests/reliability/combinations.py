@@ -16,6 +16,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -174,10 +175,12 @@ def main(words: list[str] | None = None) -> int:
     else:
         with combinations_in(place, given.jobs) as made:
             results = made.examine(cases, lambda result: show(result, given.write))
-    print(
-        f"{summary(results)}\n{time.monotonic() - started:.0f} s; folders of those that fall short: {place}"
-    )
-    return any(result["verdict"] == SHORT for result in results)
+    print(f"{summary(results)}\n{time.monotonic() - started:.0f} s")
+    if not any(result["verdict"] == SHORT for result in results):
+        shutil.rmtree(place)
+        return 0
+    print(f"folders of those that fall short: {place}")
+    return 1
 
 
 if __name__ == "__main__":
