@@ -138,6 +138,14 @@ def test_folder_gives_file_and_label(tmp_path: Path) -> None:
     ]
 
 
+def test_hidden_files_of_a_folder_are_of_other_programs(tmp_path: Path) -> None:
+    for name in ("good/a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "bad/b.txt", "bad/.b.txt.swp.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a film")
+    rows = [row for _, row in read_records(str(tmp_path), DataSpec())]
+    assert [row["label"] for row in rows] == ["bad", "good"]
+
+
 def test_few_records_of_a_folder_are_of_each_class(tmp_path: Path) -> None:
     for label in ("neg", "pos"):
         (tmp_path / label).mkdir()

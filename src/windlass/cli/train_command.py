@@ -72,7 +72,9 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     # argparse collects positional arguments up to the first option only.
     given = [*options.words, *rest]
     resume = options.resume
-    if isinstance(resume, str) and not names_checkpoint(resume):
+    if sum(word == "--resume" or word.startswith("--resume=") for word in words) > 1:
+        train.error("--resume is given twice; leave one out")
+    if isinstance(resume, str) and f"--resume={resume}" not in words and not names_checkpoint(resume):
         given.append(resume)
         options.resume = True
     recipes, options.overrides = names_and_overrides(given)

@@ -191,7 +191,9 @@ def _parallel(path: Path, data: DataSpec) -> Iterator[Record]:
 def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
     """Each text file below `path` is a record, with the name of its folder as label."""
     endings = (".txt", ".text", ".md")
-    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
+    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
+    # Hidden ones are of other programs: `.ipynb_checkpoints` is not a class.
+    files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     for file in first_of_folders(files, data.max_samples):
         for where, values in _txt(file, data):
             yield where, {**values, data.label_column: file.parent.name}
