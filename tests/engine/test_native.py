@@ -261,3 +261,13 @@ def test_complex_and_sparse_gradients_are_clipped_together(max_norm: float | Non
         assert mine.grad is not None
         assert its.grad is not None
         torch.testing.assert_close(mine.grad.to_dense(), its.grad)
+
+
+def test_auxiliary_gradients_lie_in_memory_as_their_parameters() -> None:
+    """As autograd's own do: a fused kernel reads both side by side."""
+    module = nn.Linear(3, 4, bias=False)
+    executor = executor_of(module)
+    executor.backward_aux(torch.einsum("ti,oi->to", torch.ones(5, 3), module.weight).square().sum())
+    executor.add_aux(torch.tensor(1.0))
+    assert module.weight.grad is not None
+    assert module.weight.grad.stride() == module.weight.stride()

@@ -20,6 +20,7 @@ from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.sharded import local, whole
 from windlass.transforms.strategies import spread
+from windlass.transforms.strategy import Strategy
 
 CPU, CLOSE = torch.device("cpu"), 1e-9
 
@@ -34,7 +35,9 @@ class Block(nn.Module):
         for name, choice in shapes.items():
             drawn = torch.randn(rng.choice(choice))
             self.register_parameter(name, nn.Parameter(drawn) if rng.random() < 0.25 else None)
-        turned = nn.Parameter(torch.randn(width, width).T)
+        turned = nn.Parameter(
+            torch.randn(width, width).T if rng.random() < 0.5 else torch.randn(width, width)
+        )
         self.register_parameter("gate", turned if rng.random() < 0.2 else None)
         wave = nn.Parameter(torch.randn(width, dtype=torch.complex128))
         self.register_parameter("wave", wave if rng.random() < 0.2 else None)
@@ -47,7 +50,8 @@ class Block(nn.Module):
             made = made + self.empty.sum()
         if self.scale is not None:
             made = made * self.scale
-        return x + (made if self.gate is None else made + x @ self.gate)
+        # A gradient of this product lies in memory as the transposed weight does.
+        return x + (made if self.gate is None else made + torch.einsum("...i,oi->...o", x, self.gate))
 
 
 class Net(nn.Module):
@@ -141,6 +145,7 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
         assert math.isclose(
             norm, math.sqrt(sum(g.abs().square().sum() for g in expected.values())), rel_tol=CLOSE
         ), seed
+        check_norms(strategy, model, list(expected.values()), kind)
         own = dict(model.named_parameters())
         for name, gradient in expected.items():
             found = own[name].grad
@@ -166,6 +171,16 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
         tokens = torch.arange(3)[None]
         assert (strategy.module(tokens) - plain(tokens)).abs().max() < CLOSE, seed
     strategy.release()
+
+
+def check_norms(strategy: Strategy, model: nn.Module, expected: list[Tensor], kind: str) -> None:
+    """Norms of other orders than 2."""
+    for order in (1.0, 3.0, math.inf):
+        filled = [g for g in expected if g.numel()]
+        if order == math.inf and kind == "ddp" and len(filled) < len(expected):
+            continue  # torch has no largest element of none
+        found = strategy.norm_of_order([p.grad for p in model.parameters() if p.grad is not None], order)
+        assert math.isclose(found, nn.utils.get_total_norm(filled, order), rel_tol=CLOSE), order
 
 
 def main(kind: str, first: int, last: int) -> None:

@@ -215,9 +215,10 @@ class FusedExecutor(NativeExecutor):
         max_norm: float | None,
         rescale: Tensor | None = None,
         parameters: list[nn.Parameter] | None = None,
+        order: float = 2.0,
     ) -> Tensor:
         """The norm that the backward measured; of gradients that it kept, as in the native executor."""
-        return super().clip(max_norm, rescale, parameters) if self._norm is None else self._norm
+        return super().clip(max_norm, rescale, parameters, order) if self._norm is None else self._norm
 
     def abandon(self) -> bool:
         unchanged = super().abandon()

@@ -83,13 +83,21 @@ class Strategy:
         """
         if not gradients:
             return torch.zeros((), device=device_of(self.module))
-        if self._has_sparse:
-            # Coalesced, because a row of an embedding may be in it more than once.
-            gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        gradients = self._values(gradients)
         if self._one_device:
             norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
             return norms
         return torch.nn.utils.get_total_norm(gradients)
+
+    def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
+        """As `total_norm`, of another order than 2; infinity is the largest magnitude."""
+        return torch.nn.utils.get_total_norm(self._values(gradients), order)
+
+    def _values(self, gradients: list[Tensor]) -> list[Tensor]:
+        if not self._has_sparse:
+            return gradients
+        # Coalesced, because a row of an embedding may be in a sparse one more than once.
+        return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         """This rank's parts of them as plain tensors that share their memory, to be scaled in place."""
