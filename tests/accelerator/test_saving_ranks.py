@@ -44,7 +44,7 @@ def test_a_save_on_the_main_process_alone_is_named(tmp_path: Path) -> None:
 
 
 def wait_for_the_other(folder: Path) -> str:
-    """The second rank comes only after the first has been told why it waits."""
+    """The second rank comes only after the first warns why it waits."""
     loop_saver.PATIENCE = 0.01
     told: list[str] = []
     accelerator = Accelerator(cpu=True)
