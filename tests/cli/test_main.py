@@ -254,6 +254,8 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
         (["checkpoint"], "example: windlass checkpoint ls runs"),
         (["launch"], "SCRIPT missing; example: windlass launch --num_processes 2 train.py"),
         (["run"], "SCRIPT missing; example: windlass run train.py"),
+        (["convert-config"], "windlass convert-config: FILE missing; example"),
+        (["data", "show"], "windlass data show: RECIPE.yaml | FILE missing"),
         (["estimate-memory", "x", "--dtypes", "flot32"], "did you mean 'float32'?"),
         (["train", "--learning_rate", "3e-4"], "write training.learning_rate=3e-4;"),
         (["train", "--block-size=64", "--dryrun"], "write data.block_size=64; did you mean '--dry-run'?"),

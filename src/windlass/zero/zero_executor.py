@@ -253,3 +253,9 @@ def _check_model(module: nn.Module) -> None:
             f"the model has parameters without dimensions, which DeepSpeed cannot divide: {shorten(scalars)}. Give "
             "them the shape [1] (torch.ones(1), not torch.tensor(1.0)), or train without DeepSpeed"
         )
+    mixed = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
+    if mixed:
+        raise ModelError(
+            f"the model has complex parameters, which DeepSpeed cannot join with real ones: {shorten(mixed)}. Train "
+            "without DeepSpeed; fsdp=True leaves them whole"
+        )
