@@ -8,12 +8,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import PartialState as Peer
 from tests.dist.launch import on_ranks
 from tests.dist.same import assert_same
 
+import windlass.state
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.ranks import LoopState, publish
@@ -64,7 +66,15 @@ def test_one_process_is_the_normal_case() -> None:
     assert PartialState().device is state.device
     with state.split_between_processes([1, 2, 3], apply_padding=True) as part:
         assert part == [1, 2, 3]
-    assert "Num processes: 1" in repr(state)
+
+
+def test_the_settings_of_a_loop_are_shown_as_by_accelerate() -> None:
+    shown = []
+    for library in (windlass, accelerate):
+        shown.append(repr(library.Accelerator(cpu=True, mixed_precision="bf16").state))
+        library.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert shown[0] == shown[1]
+    assert shown[0].endswith("\n\nMixed precision type: bf16\n")
 
 
 def test_the_launcher_may_ask_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +177,7 @@ def who(state: PartialState, peer: Any) -> None:
     ):  # fmt: skip
         assert getattr(state, name) == getattr(peer, name), name
     assert state.device.type == peer.device.type == "cpu"
+    assert repr(state) == repr(peer).replace("cpu:0", "cpu")
     assert str(state.distributed_type) == peer.distributed_type.value == "MULTI_CPU"
     for name in ("on_main_process", "on_last_process", "on_local_main_process"):
         assert getattr(state, name)(lambda: 1)() == getattr(peer, name)(lambda: 1)()

@@ -239,9 +239,11 @@ class ProcessState(Ranks):
         check_operations(False)
 
     def __repr__(self) -> str:
+        # The lines that scripts log at their start, as accelerate writes them.
         backend = f"  Backend: {self.backend}" if self.backend else ""
         return (
-            f"Distributed environment: {self.distributed_type}{backend}\nNum processes: {self.num_processes}\n"
+            f"Distributed environment: DistributedType.{self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
             f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
         )
@@ -289,6 +291,12 @@ class LoopState(ProcessState):
     def is_fsdp2(self) -> bool:
         """Return True if models are sharded. Windlass shards with FSDP2 only."""
         return self.distributed_type == DistributedType.FSDP
+
+    def __repr__(self) -> str:
+        engine = (
+            "" if self.deepspeed_plugin is None else f"ds_config: {self.deepspeed_plugin.deepspeed_config}\n"
+        )
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n{engine}"
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
