@@ -211,7 +211,7 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         KeyboardInterrupt: the user ends its training, which the next call continues.
     """
     from windlass.dist.gang import current
-    from windlass.trainer.session import together
+    from windlass.dist.lockstep import together
     from windlass.trainer.trainer import Trainer
     from windlass.zero.building import DividedBuilding
 
