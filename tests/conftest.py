@@ -51,6 +51,9 @@ os.register_at_fork(after_in_child=keep_inherited_garbage)
 # A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A collection of garbage for each 700 new objects, Python's default, takes a tenth of the time of the test processes.
+gc.set_threshold(10_000)
+
 # No deadline: a busy machine is not a failure. CI draws the same examples in every run. `make test-all` takes "long".
 settings.register_profile(
     "windlass", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25

@@ -182,8 +182,11 @@ def ask_spawned_workers() -> None:
     states = [accelerator, accelerator.state, PartialState(), AcceleratorState()]
     expected = facts_of(accelerator)
     assert (expected["num_processes"], expected["mixed_precision"]) == ("2", "bf16")
-    for held in (states, states[2:3], states[3:]):
+    # A spawned worker imports torch again: what does not differ between ranks is asked on one of them.
+    for held in (states, states[2:3] if accelerator.is_main_process else states[3:]):
         found = spawned(Asking(held, (PartialState, AcceleratorState) if held is states else (PartialState,)))
         assert all(facts.items() <= expected.items() for facts in [*found["held"], *found["new"]]), found
+    if accelerator.is_main_process:
+        return
     error = spawned(Waiting(accelerator))
     assert error.startswith("DataError: a data worker of rank"), error

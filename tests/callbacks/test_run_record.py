@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import platform
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,13 @@ def test_the_command_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -
     assert (
         environment()["command"] == "train.py --hub_token *** --api_key=*** hub_token=*** --seed 3 tokens=4"
     )
+
+
+def test_the_environment_is_told_without_starting_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "_uname_cache", None)  # another test may have asked
+    monkeypatch.setattr(platform, "_platform_cache", {})
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert environment()["system"] == f"{platform.system()}-{platform.release()}"
 
 
 def test_a_record_is_of_the_run_that_it_is_beside(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ def equal(left: nn.Module, right: nn.Module) -> bool:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     model = model_of()
+    if name != "lbfgs":  # which takes contiguous parameters alone
+        # Fused kernels read a parameter and its state side by side in memory.
+        model[0].weight = nn.Parameter(torch.randn(3, 4).T)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     for seed in range(3):
         step(model, optimizer, seed)

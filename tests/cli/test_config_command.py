@@ -60,9 +60,12 @@ def test_answers_lead_to_further_questions() -> None:
     }  # fmt: skip
 
 
-def test_an_answer_that_cannot_be_is_asked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answered("nonsense\n7\n0\nno such number\n3\n")["launch.machines"] == 3
-    assert "whole number" in capsys.readouterr().err
+def test_an_answer_that_cannot_be_is_asked_for_again() -> None:
+    shown = io.StringIO()
+    prompter = LinePrompter(io.StringIO("nonsense\n7\n\u00b2\n0\nno such number\n3\n"), shown)
+    assert asked(prompter)["launch.machines"].value == 3
+    assert shown.getvalue().count("must be one of ddp, fsdp, or a number from 0 to 1") == 3
+    assert "whole number" in shown.getvalue()
 
 
 def test_the_file_is_read_back_as_it_was_answered(home: Path) -> None:

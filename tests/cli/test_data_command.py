@@ -265,11 +265,27 @@ def test_columns_of_a_file_are_named_as_in_a_recipe(
     assert "completion: 2" in capsys.readouterr().out
 
 
+def test_messages_of_a_file_are_named_as_in_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"turns": [{"from": "human", "value": "1 + 1?"}]}\n')
+    names = ["column=turns", "role=from", "content=value", "roles={human: user}"]
+    words = [f"data.messages.{name}" for name in names]
+    assert main(["data", "show", str(tmp_path / "rows.jsonl"), *words]) == 0
+    assert "user: 1 + 1?" in capsys.readouterr().out
+    (tmp_path / "rows.jsonl").write_text('{"turns": [{"from": ["human"], "value": "1 + 1?"}]}\n')
+    assert main(["data", "show", str(tmp_path / "rows.jsonl"), *words]) == 2
+    assert "messages[0] must be a mapping with a role" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["prepare", "CHATS"], "name one: tokenizer=NAME"),
-        (["show", "CHATS", "max_lenght=3"], "did you mean max_length?"),
+        (["show", "CHATS", "max_lenght=3"], "did you mean 'max_length'?"),
+        (["show", "CHATS", "tokenizer=3"], "quote it to make it text"),
+        (["show", "CHATS", "data.messages={colum: m}"], "did you mean data.messages.column?"),
+        (["show", "CHATS", "data.messages.column=m"], "column 'm' must hold a list of messages"),
         (["show", "nowhere.jsonl"], "no such file"),
         (["show", "CHATS", "--split", "eval"], "there is no split 'eval'"),
         (["show", "CHATS", "--start", "9"], "--start=9: must be from 0 to 4: there are 5 rows"),

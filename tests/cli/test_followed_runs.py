@@ -122,11 +122,11 @@ def test_rows_of_a_look_that_failed_are_on_the_next_page(
     append_rows(tmp_path, logged(11))
 
     def stale(run: Path, whole: Any = None) -> RunView:
-        raise DataError(f"{run} cannot be read: [Errno 116] Stale file handle")
+        raise OSError(116, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr(followed_runs, "read_folder", stale)
-        with pytest.raises(DataError):
+        patch.setattr(followed_runs, "read_run", stale)
+        with pytest.raises(DataError, match=r"cannot be read: .*Stale"):
             history.view()
     assert history.page()[0].data == page_data(read_run(tmp_path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -81,6 +82,28 @@ def test_the_prompt_is_a_turn_or_continued_as_it_is(run: Path, capsys: Shown) ->
     assert best in shown.err
     assert main(["generate", best, "the cat", *GREEDY, "--raw"]) == 0
     assert capsys.readouterr().out == expected(best, "the cat", chat=False) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "command"),
+    [
+        ("model.safetensors", "cut", ["generate", "MODEL", "the cat"]),
+        ("model.safetensors", "cut", ["train", "data.train=ROWS", "data.format=auto", "model=MODEL"]),
+        ("config.json", '{"model_type": "llama", "hidden_size": "x"}', ["generate", "MODEL", "the cat"]),
+        ("config.json", "[]", ["data", "show", "ROWS", "tokenizer=MODEL"]),
+    ],
+)
+def test_a_damaged_model_is_an_error_of_one_line(
+    file: str, content: str, command: list[str], run: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    shutil.copytree(run / "checkpoint-1", tmp_path / "model")
+    (tmp_path / "rows.txt").write_text("the cat sat\n" * 30)
+    (tmp_path / "model" / file).write_text(content)
+    places = {"MODEL": tmp_path / "model", "ROWS": tmp_path / "rows.txt"}
+    for name, place in places.items():
+        command = [word.replace(name, str(place)) for word in command]
+    assert main([*command, *(["training.max_steps=1"] if command[0] == "train" else [])]) == 2
+    assert re.search(r"'.*/model' cannot be loaded: \w+Error: ", capsys.readouterr().err)
 
 
 def test_the_prompt_may_come_from_a_pipe(run: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:

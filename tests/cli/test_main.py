@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from windlass import __version__
 from windlass.cli import environment_command, train_command
@@ -68,9 +70,33 @@ def test_a_checkpoint_may_lie_below_a_folder_with_an_equals_sign(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=0.1" / "checkpoint-3").mkdir(parents=True)
-    words = ["a.yaml", "--resume", "lr=0.1/checkpoint-3"]
-    assert read_options(words).resume == "lr=0.1/checkpoint-3"
-    assert resume_command(["train", *words]) == "windlass train a.yaml --resume"
+    for checkpoint in ("lr=0.1/checkpoint-3", "runs/lr=0.1/checkpoint-2"):  # the second was removed
+        words = ["a.yaml", "--resume", checkpoint]
+        assert read_options(words).resume == checkpoint
+        assert resume_command(["train", *words]) == "windlass train a.yaml --resume"
+
+
+AFTER_RESUME = ("auto", "runs/checkpoint-3", "runs/lr=1/checkpoint-3", "my.yaml", "sst2", "a.b=c")
+PIECES = [
+    *(["sst2"], ["my.yaml"], ["training.max_steps=3"], ["data.train=a b.txt"], ["--tiny"], ["--dry-run"]),
+    *(["--output-dir", "out"], ["--output-dir=out"], ["training.output_dir=x"], ["--resume"]),
+    *(["--resume", word] for word in AFTER_RESUME),
+    *([f"--resume={word}"] for word in AFTER_RESUME),
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=5))
+def test_the_command_that_resumes_trains_the_same(pieces: list[list[str]]) -> None:
+    words = [word for piece in pieces for word in piece]
+    try:
+        typed = read_options(words)
+    except SystemExit:  # as of two recipes
+        return
+    command = shlex.split(resume_command(["train", *words]))
+    again = read_options(command[command.index("train") + 1 :])
+    assert again.resume is True
+    for name in ("recipe", "overrides", "output_dir", "tiny"):
+        assert getattr(again, name) == getattr(typed, name)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +254,8 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
         (["checkpoint"], "example: windlass checkpoint ls runs"),
         (["launch"], "SCRIPT missing; example: windlass launch --num_processes 2 train.py"),
         (["run"], "SCRIPT missing; example: windlass run train.py"),
+        (["convert-config"], "windlass convert-config: FILE missing; example"),
+        (["data", "show"], "windlass data show: RECIPE.yaml | FILE missing"),
         (["estimate-memory", "x", "--dtypes", "flot32"], "did you mean 'float32'?"),
         (["train", "--learning_rate", "3e-4"], "write training.learning_rate=3e-4;"),
         (["train", "--block-size=64", "--dryrun"], "write data.block_size=64; did you mean '--dry-run'?"),

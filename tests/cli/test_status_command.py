@@ -204,6 +204,20 @@ def test_ps_lists_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "more/other" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that no process can read")
+def test_ps_lists_runs_beside_one_that_cannot_be_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.parent / "other").mkdir()
+    (run.parent / "other" / "metrics.jsonl").symlink_to("/proc/self/mem")
+    assert main(["ps", str(run.parent)]) == 1
+    shown = capsys.readouterr()
+    assert "finished" in shown.out
+    assert "other cannot be read" in shown.err
+    assert main(["ps", str(run.parent), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["runs"]] == ["run"]
+    assert "other cannot be read" in found["unreadable"][0]
+
+
 def test_what_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err

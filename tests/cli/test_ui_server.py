@@ -88,6 +88,20 @@ def test_the_index_and_the_page_of_each_run(port: int, runs: Path) -> None:
     assert files(runs) == before
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that no process can read")
+def test_the_index_lists_runs_beside_one_that_cannot_be_read(tmp_path: Path) -> None:
+    write_run(tmp_path / "first", 5)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").symlink_to("/proc/self/mem")
+    with server(tmp_path) as (port, _):
+        status, _, index = ask(port, "/")
+        assert (status, ask(port, "/page?run=first")[0]) == (200, 200)
+        status, _, text = ask(port, "/page?run=other")
+        assert (status, "other cannot be read" in text) == (500, True)
+    assert "run=first" in index
+    assert "other cannot be read" in index
+
+
 @pytest.mark.parametrize(
     "name",
     ["../secret.txt", "..", "", ".", "/etc", "first/../../secret.txt", "first/metrics.jsonl", "%2e%2e"],

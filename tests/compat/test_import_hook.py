@@ -75,6 +75,9 @@ from accelerate.utils.operations import gather
 configured = Accelerator(cpu=True, project_config=ProjectConfiguration("x"))
 print("submodules", configured.project_dir, DistributedType.__module__, gather(torch.ones(1)).tolist())
 print("internal", sys.modules["accelerate"].library().Accelerator.__module__)
+from accelerate.utils import tqdm
+import accelerate.utils.tqdm
+print("a function and a submodule", list(tqdm(range(2), disable=True)), list(accelerate.utils.tqdm([1])))
 del DistributedType
 from accelerate.utils import *
 print("star", DistributedType.__module__, "WEIGHTS_INDEX_NAME" in globals())
@@ -149,6 +152,7 @@ def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) 
     assert "version True" in ended.stdout
     assert "submodules x windlass.config.enums [1.0]" in ended.stdout
     assert "internal accelerate.accelerator" in ended.stdout
+    assert "a function and a submodule [0, 1] [1]" in ended.stdout
     # A name that Windlass refuses with a reason is not among those of a star.
     assert "star windlass.config.enums False" in ended.stdout
 

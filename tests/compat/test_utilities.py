@@ -44,12 +44,18 @@ def stateless() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_a_logger_asks_who_we_are(stateless: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logger_knows_its_rank_before_it_joins_the_others(
+    stateless: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        get_logger("script").warning("the main process")
+        get_logger("script").warning("all of them", main_process_only=False)
     with pytest.raises(ModelError, match="create a PartialState"):
-        get_logger("script").warning("who says so?")
-    PartialState(cpu=True)
-    get_logger("script").warning("I do")
-    assert caplog.messages == ["[RANK 0] I do"]
+        get_logger("script").warning("one after the other", in_order=True)
+    assert not PartialState._shared_state
+    assert caplog.messages == ["[RANK 0] the main process", "[RANK 0] all of them", "[RANK 1] all of them"]
 
 
 def test_sizes_shrink_until_they_fit_and_stay() -> None:

@@ -97,7 +97,13 @@ def test_overrides_name_keys_and_values() -> None:
     assert documents.parse_override("new=[1]") == (("new",), [1])
 
 
-@pytest.mark.parametrize("text", ["nothing", "c=[1", "=3", "x..y=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("nothing", "c=[1", "=3", "x..y=1"),
+        *("control=a\x01b", "surrogate=\udcc3", "date=2020-13-45", "tag=!!int x", "deep=" + "[" * 5000),
+    ],
+)
 def test_bad_overrides_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"must be name=value|not a valid value"):
         documents.parse_override(text)

@@ -265,6 +265,36 @@ def updated(executor: Any) -> None:
     executor.run_step(update, Step(executor))
 
 
+class Routed(nn.Module):
+    """Each batch names the layer that it passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
+        found: torch.Tensor = self.layers[batch[1]](batch[0])
+        return found
+
+
+class Reweighted(Step):
+    def complete(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return torch.tensor(0.5), {}
+
+
+def test_a_gradient_of_an_earlier_micro_batch_alone_is_scaled_and_counted() -> None:
+    found = []
+    for kind, optimizer in ((FusedExecutor, Lomo), (NativeExecutor, torch.optim.SGD)):
+        model: Any = Routed()
+        made: Any = kind(Alone(model), optimizer(model.parameters(), lr=0.1), torch.device("cpu"))
+        batches = [(torch.ones(4, 3), 0), (torch.ones(4, 3), 1)]
+        result = made.run_step(UpdateBatch(batches, [[]] * 2, 8, 0, False, denominator=1.0), Reweighted(made))
+        found.append([result.norm, *model.parameters()])
+    for mine, its in zip(*found, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-7)
+
+
 def test_frozen_parameters_of_the_optimizer_are_left_alone_until_they_are_trained() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).requires_grad_(False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.dist.launch import on_ranks
 from tests.engine.fused_cases import GALORE, Tied, rows, run
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator, Lomo
@@ -58,12 +58,27 @@ def resumed(folder: Path) -> dict[str, Any]:
         for optim, changes in (("adalomo", {}), ("galore_adamw_layerwise", GALORE)):
             options = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
             options |= {"per_device_train_batch_size": 1, **settings, **changes}
+            options |= {"gradient_accumulation_steps": 2}
             place = folder / way / optim
-            clean, _ = run(place / "a", optim, max_steps=6, **options)
-            run(place / "b", optim, max_steps=3, **options)
-            again, _ = run(place / "b", optim, max_steps=6, resume=True, **options)
+            clean, _ = run(place / "a", optim, model=Drifting(), max_steps=6, **options)
+            run(place / "b", optim, model=Drifting(), max_steps=3, **options)
+            again, _ = run(place / "b", optim, model=Drifting(), max_steps=6, resume=True, **options)
             found[f"{way} {optim}"] = [weights(clean.model) == weights(again.model)]
     return found
+
+
+class Drifting(Tied):
+    """Computes with a buffer that each forward changes by the batch of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("drift", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            self.drift = 0.9 * self.drift + 0.1 * input_ids.double().mean()
+        loss, logits = super().forward(input_ids, labels)
+        return loss * (1 + self.drift), logits
 
 
 class Unequal(Tied):

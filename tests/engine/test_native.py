@@ -230,3 +230,44 @@ def test_an_update_without_targets_leaves_weights_and_optimizer_alone() -> None:
 def test_nothing_to_clip() -> None:
     executor = executor_of(model())
     assert float(executor.clip(0.0)) == 0.0
+
+
+class Unusual(nn.Module):
+    """A complex parameter before real ones, one without elements, and an embedding, whose gradient may be sparse."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wave = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.table = nn.Embedding(4, 4, sparse=sparse)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        made: Tensor = torch.fft.irfft(torch.fft.rfft(self.table(ids)) * self.wave, n=4)
+        return made.square().mean() + self.empty.sum()
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_complex_and_sparse_gradients_are_clipped_together(max_norm: float | None) -> None:
+    """A row that comes twice in a batch counts once in the norm, as the sum of both."""
+    ours, theirs = Unusual(sparse=True), Unusual(sparse=False)
+    executor = executor_of(ours)
+    ids = torch.tensor([1, 3, 3])
+    for module in (ours, theirs):
+        module(ids).backward()
+    norm = executor.clip(max_norm)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf))
+    for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None
+        assert its.grad is not None
+        torch.testing.assert_close(mine.grad.to_dense(), its.grad)
+
+
+def test_auxiliary_gradients_lie_in_memory_as_their_parameters() -> None:
+    """As autograd's own do: a fused kernel reads both side by side."""
+    module = nn.Linear(3, 4, bias=False)
+    executor = executor_of(module)
+    executor.backward_aux(torch.einsum("ti,oi->to", torch.ones(5, 3), module.weight).square().sum())
+    executor.add_aux(torch.tensor(1.0))
+    assert module.weight.grad is not None
+    assert module.weight.grad.stride() == module.weight.stride()

@@ -39,6 +39,21 @@ def test_weights_gradients_and_state_are_those_of_the_model(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir()), "a plan writes nothing into the folder of the run"
 
 
+def test_an_optimizer_that_reads_its_count_of_steps_is_planned(tmp_path: Path) -> None:
+    """Adagrad makes its state with the optimizer, outside of what has no memory."""
+    found = trace(tmp_path, optim="adagrad")
+    weights = found.saved["weights"]
+    assert at_most(found, "optimizer state") == weights + 4 * len(list(llama().parameters()))
+
+
+def test_an_optimizer_without_state_saves_no_bytes_of_it(tmp_path: Path) -> None:
+    """Of a stack of which few layers are run, what is 0 for each of them is still in the sum."""
+    whole, few = (trace(tmp_path, whole=whole, layers=8, optim="sgd") for whole in (True, False))
+    assert few.facts["layers"] == ["model.layers", 8]
+    assert few.saved == whole.saved
+    assert Forecast(few).disk == few.saved["weights"] > 0
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_this_process_runs_no_backward(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with devices, a process that is forked after one can run none."""

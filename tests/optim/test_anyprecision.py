@@ -53,3 +53,14 @@ def test_two_ways_of_rounding_exclude_each_other() -> None:
         AnyPrecisionAdamW(
             [torch.nn.Parameter(torch.ones(1))], use_kahan_summation=True, bf16_stochastic_round=True
         )
+
+
+def test_parameters_of_different_groups_are_rounded_by_different_random_numbers() -> None:
+    weights = [torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = AnyPrecisionAdamW(
+        [{"params": [weight]} for weight in weights], lr=1e-4, bf16_stochastic_round=True
+    )
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not torch.equal(*weights)

@@ -166,6 +166,13 @@ def test_the_fused_kernel_is_used_where_it_exists_and_left_out_where_not() -> No
     assert build_optimizer(nn.Linear(2, 2), plan).defaults["fused"] is True
     strange = build_optimizer(nn.Linear(2, 2, device="meta"), plan)
     assert not strange.defaults["fused"]
+    sliced, turned = nn.Linear(2, 2), nn.Linear(2, 3)
+    sliced.weight = nn.Parameter(torch.ones(4, 4)[:2, :2])
+    turned.weight = nn.Parameter(torch.ones(2, 3).T)
+    assert not build_optimizer(sliced, plan).defaults["fused"], (
+        "the kernel would read what lies between its rows"
+    )
+    assert build_optimizer(turned, plan).defaults["fused"]
 
 
 def test_what_brings_its_own_parameters_is_handed_on() -> None:

@@ -125,14 +125,15 @@ def test_half_precision_gradients_are_refused() -> None:
 
 
 def test_gradients_of_several_dtypes_and_none_are_unscaled() -> None:
-    parameters = [
-        torch.nn.Parameter(torch.zeros(2, dtype=d)) for d in (torch.float32, torch.float64, torch.float32)
-    ]
-    for parameter in parameters[:2]:
+    dtypes = (torch.float32, torch.float64, torch.complex64, torch.float32)
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes]
+    for parameter in parameters[:3]:
         parameter.grad = torch.full_like(parameter, 8.0)
-    found = LossScaler(CPU, init_scale=4.0).unscale_(gradients(parameters))
-    assert not found
-    assert [p.grad is None or p.grad.tolist() for p in parameters] == [[2.0, 2.0], [2.0, 2.0], True]
+    scaler = LossScaler(CPU, init_scale=4.0)
+    assert not scaler.unscale_(gradients(parameters))
+    assert [p.grad is None or p.grad.tolist() for p in parameters] == [[2.0, 2.0]] * 3 + [True]
+    parameters[2].grad = torch.tensor([0, complex(0, float("inf"))])
+    assert scaler.unscale_(gradients(parameters))
 
 
 class _Reads(TorchDispatchMode):

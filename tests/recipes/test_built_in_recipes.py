@@ -119,6 +119,11 @@ def test_a_name_replaces_what_the_file_has_in_its_place(tmp_path: Path) -> None:
         (["data.streaming=true", "training.max_steps=3", "training.eval_strategy=steps"], "data.eval_rows"),
         (["data.streaming=true", "training.max_steps=3", "data.rename={q: text}"], "are not renamed"),
         (["data.streaming=true", "training.max_steps=3", "data.messages.role=from"], "are not renamed"),
+        (["data.streaming=true", "training.max_steps=3", "data.eval_fraction=0.3"], "set data.eval_rows"),
+        (
+            ["data.streaming=true", "training.max_steps=3", "data.eval_rows=1", "data.eval=a.jsonl"],
+            "leave one of the two out",
+        ),
         (["data.train=''", "data.mixture=[a.jsonl, a.jsonl]"], "names a.jsonl 2 times; name it once"),
         (["data.eval_rows=3"], "is for streams"),
         (["early_stopping.patience=2"], "follows evaluations"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import on_ranks
+from tests.dist.launch import failure_on_ranks, on_ranks
 
 from windlass.cli.main import main
 from windlass.core.errors import ConfigError
@@ -115,6 +116,26 @@ def test_a_base_that_the_first_process_cannot_write_ends_all(problems: Path) -> 
     assert on_ranks(2, main, [*words, "training.use_cpu=true"]) == [2, 2]
     base.unlink()
     assert on_ranks(2, main, [*words, "training.use_cpu=true"]) == [0, 0]
+
+
+def test_ranks_rehearse_a_run_in_one_folder(problems: Path) -> None:
+    """The base that the first one trains is there for the others, and so is the checkpoint that all load."""
+    words = ["train", "sft-gsm8k", *small(problems), "training.use_cpu=true", "--dry-run"]
+    assert on_ranks(2, main, words) == [0, 0]
+    assert not (problems.parent / "run").exists()
+
+
+def test_a_machine_whose_disk_lacks_the_base_does_not_wait_for_the_others(problems: Path) -> None:
+    words = ["train", "sft-gsm8k", *small(problems), "training.use_cpu=true"]
+    assert main(words) == 0
+    shutil.copytree(problems.parent / "run" / "base", problems.parent / "0" / "base")
+    printed = failure_on_ranks(2, train_on_own_disk, words, str(problems.parent), timeout=120)
+    assert printed.count("base is not on all machines of the job") == 2
+
+
+def train_on_own_disk(words: list[str], root: str) -> None:
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+    assert main([*words, f"training.output_dir={root}/{os.environ['RANK']}"]) == 0
 
 
 def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:

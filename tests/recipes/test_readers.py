@@ -138,6 +138,14 @@ def test_folder_gives_file_and_label(tmp_path: Path) -> None:
     ]
 
 
+def test_hidden_files_of_a_folder_are_of_other_programs(tmp_path: Path) -> None:
+    for name in ("good/a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "bad/b.txt", "bad/.b.txt.swp.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a film")
+    rows = [row for _, row in read_records(str(tmp_path), DataSpec())]
+    assert [row["label"] for row in rows] == ["bad", "good"]
+
+
 def test_few_records_of_a_folder_are_of_each_class(tmp_path: Path) -> None:
     for label in ("neg", "pos"):
         (tmp_path / label).mkdir()
@@ -206,3 +214,25 @@ def test_any_tsv_comes_back(rows: list[tuple[str, str]], tmp_path_factory: pytes
     path.write_bytes("".join(f"{text}\t{label}\n" for text, label in rows).encode())
     records = read_records(str(path), DataSpec(columns=["text", "label"]))
     assert [(values["text"], values["label"]) for _, values in records] == rows
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("train.de", "train.en"),
+        ("europarl.de-en.de", "europarl.de-en.en"),
+        ("de.dev.de", "de.dev.en"),
+        ("a.de.gz", "a.en.gz"),
+    ],
+)
+def test_parallel_text_is_found_by_the_last_part_of_its_name(
+    source: str, target: str, tmp_path: Path
+) -> None:
+    opened = gzip.open if source.endswith(".gz") else open
+    for name, text in ((source, "ein Film"), (target, "a film")):
+        with opened(tmp_path / name, "wt", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+    data = DataSpec(format="parallel", text_column="de", target_column="en")
+    assert [row for _, row in read_records(str(tmp_path / source), data)] == [
+        {"de": "ein Film", "en": "a film"}
+    ]

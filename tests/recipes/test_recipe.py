@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +16,7 @@ from windlass.cli.print_config import render_config
 from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.config.documents import loads
 from windlass.core.errors import ConfigError
+from windlass.recipes.argument_table import all_arguments
 from windlass.recipes.built_in_recipes import names
 from windlass.recipes.recipe import check_draft, load_recipe, read_draft, training_arguments
 from windlass.recipes.schema import DataSpec, Recipe, SampleSpec
@@ -131,6 +134,35 @@ def test_one_problem_each(override: str, words: list[str], tmp_path: Path, text:
     found = complaint(path, overrides)
     assert len(found) == 1, found
     assert all(word in found[0] for word in words), found
+
+
+TUNING = "task: sft\ndata: {{train: {text}}}\ntraining: {{max_steps: 1}}\n"
+LONG = "x" * 5000  # as a path, the system refuses it
+
+
+@pytest.mark.parametrize("body", [GOOD, TUNING])
+@pytest.mark.parametrize("value", [[["a"]], {"a": {"b": []}}, {"a": "b"}, LONG, "", -1, float("nan")])
+def test_a_value_of_any_type_is_taken_or_refused(
+    value: object, body: str, tmp_path: Path, text: Path
+) -> None:
+    for argument in all_arguments(loads(body.format(text=text)).values["task"]):
+        if not argument.is_training or argument.keys[-1] in ("packing_strategy", "loss_type", "fsdp"):
+            document = loads(body.format(text=text)).values
+            section = document
+            for key in argument.keys[:-1]:
+                section = section.setdefault(key, {})
+            section[argument.keys[-1]] = value
+            with contextlib.suppress(ConfigError):
+                load_recipe(write(tmp_path, yaml.safe_dump(document)), asks_libraries=False)
+
+
+def test_the_types_of_items_are_checked(tmp_path: Path, text: Path) -> None:
+    path = write(tmp_path, TUNING.format(text=text))
+    for words in ("data.rename={a: [b]}", "data.messages.roles={human: {x: y}}"):
+        (found,) = complaint(path, [words])
+        assert "must be a dict of text or None, and is dict of " in found
+    (found,) = complaint(path, ["data.columns=[1]"])
+    assert "must be a list of text or None, and is list of int" in found
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path: Path, text: Path) -> None:

@@ -34,6 +34,24 @@ def test_rows_of_a_recipe() -> None:
         list(tuning_texts([{"messages": []}], "text"))
 
 
+@pytest.mark.parametrize("held", [2, 3])
+def test_a_stream_that_is_held_out_as_a_whole_is_refused(held: int, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "recipe.yaml").write_text(
+        f"task: sft\ndata: {{train: {tmp_path}/rows.jsonl, streaming: true, eval_rows: {held}}}\n"
+        "training: {max_steps: 2}\n"
+    )
+    with pytest.raises(
+        DataError, match=rf"rows.jsonl: the stream has no rows beside the {held} of data.eval"
+    ):
+        load_tuning_data(load_recipe(tmp_path / "recipe.yaml"), seed=1)
+
+
+def test_an_empty_list_of_formats_is_no_format() -> None:
+    rows = tuning_rows([("a:1", {"q": "one", "a": "two"})], DataSpec(prompt_format=[], completion_column="a"))
+    assert rows == [{"q": "one", "a": "two"}]
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A mixture of prompts and of conversations, for a model of a folder."""

@@ -42,6 +42,14 @@ def test_a_seed_is_drawn_from_all_seeds() -> None:
     assert max(drawn) > 2**60
 
 
+def test_a_small_step_is_drawn_from_all_its_numbers() -> None:
+    small = Float(0.0, 1.0, step=1e-12)
+    assert len({small.sample(random.Random(number)) for number in range(8)}) == 8
+    few = Float(0.1, 0.3, step=0.1)
+    for number in range(20):  # the same draw as from a list of them
+        assert few.sample(random.Random(number)) == random.Random(number).choice(few.points())
+
+
 def test_a_name_is_suggested_once() -> None:
     trial = Trial(0, lambda name, distribution: distribution.sample(random.Random(1)))
     first = trial.suggest_float("lr", 0, 1)
@@ -71,6 +79,7 @@ def test_a_space_may_be_data() -> None:
         ({"low": 1, "hgih": 2}, "did you mean 'high'"),
         ({"low": 2, "high": 1}, "low must be at most high"),
         ({"low": 0.0, "high": 1.0, "log": True}, "above 0"),
+        ({"low": 0.0, "high": math.inf, "step": 1}, "must be finite"),
         ({"low": 0.0, "high": math.pi, "step": -1.0}, "step must be above 0"),
         ({"low": 1.0, "high": 8.0, "step": 1, "log": True}, "log=True has no step"),
     ],

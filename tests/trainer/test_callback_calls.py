@@ -21,6 +21,7 @@ from windlass import (
     TrainerCallback,
     TrainerControl,
 )
+from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.samples_log import SamplesLog
 from windlass.core.events import EVENTS
 
@@ -290,3 +291,28 @@ def main(folder: Path) -> list[Any]:
     logged = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
     trainer.end()
     return [trainer.state.global_step, logged, early]
+
+
+class NamingHandler(CallbackHandler):
+    """Gives its callbacks one argument more, as trainers with a second model do."""
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        return super().call_event(event, args, state, control, second="model", **kwargs)
+
+
+def test_a_script_replaces_the_handler(tmp_path: Path) -> None:
+    watching = recorder()
+    args = arguments(tmp_path, max_steps=2, logging_steps=1)
+    trainer = Trainer(Net(), args, train_dataset=rows(16), callbacks=[watching])
+    old = trainer.callback_handler
+    trainer.callback_handler = NamingHandler(
+        old.callbacks, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
+    )
+    trainer.train()
+    assert [row["step"] for row in trainer.state.log_history] == [1, 2, 2], (
+        "the flow is that of the callbacks"
+    )
+    assert {watching.given[event]["second"] for event in ("on_train_begin", "on_step_end", "on_log")} == {
+        "model"
+    }
+    assert watching.given["on_step_end"]["optimizer"] is trainer.optimizer

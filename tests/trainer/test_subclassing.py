@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.dist.launch import launch, run_script
 from tests.trainer.small import Net, rows
+from tests.trainer.test_losses import samples, trainer_for
 
 from windlass import Trainer, TrainingArguments
 
@@ -174,3 +175,28 @@ def test_an_override_that_moves_one_value_is_called_for_nested_ones(tmp_path: Pa
 
     Moving(Net(), arguments(tmp_path, max_steps=1), train_dataset=rows(8)).train()
     assert {dict, torch.Tensor} <= set(seen)
+
+
+class Buffered(Trainer):
+    """Prepares the batches of an update at once and deals them by a count of its own, as samplers of answers do."""
+
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        self.dealt.append(inputs["x"].clone())
+        return model(**inputs)["loss"]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        number = self.calls = getattr(self, "calls", -1) + 1
+        if number % 2 == 0:
+            self.buffer = [super()._prepare_inputs(inputs), {key: -value for key, value in inputs.items()}]
+        return {"x": self.buffer[number % 2]["x"], "labels": self.buffer[0]["labels"]}
+
+
+def test_a_script_prepares_each_micro_batch_once_and_nothing_else(folder: Path) -> None:
+    trainer = trainer_for(
+        folder, Buffered, gradient_accumulation_steps=2, train_sampling_strategy="sequential"
+    )
+    trainer.dealt = []
+    trainer.train()
+    assert trainer.calls == 5, "three updates of two"
+    first = torch.stack([row["x"] for row in samples()])
+    assert torch.equal(torch.cat(trainer.dealt[:2]), torch.cat([first[:2], -first[:2]]))

@@ -19,7 +19,7 @@ from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang, join, leave
-from windlass.dist.sharded import local, present
+from windlass.dist.sharded import is_sharded, local, present
 from windlass.engine.executor import StepHooks
 from windlass.engine.pipelined import PipelineExecutor
 from windlass.transforms.pipeline import Pipeline
@@ -102,6 +102,13 @@ class Steps(StepHooks):
         return loss.detach()
 
 
+def _check_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Fused kernels of optimizers read a parameter and its gradient side by side in memory."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        if not is_sharded(parameter) and min(parameter.shape, default=0) > 1:
+            assert parameter.grad.stride() == parameter.stride()
+
+
 def pipelined(plan: PipelinePlan) -> Callable[[Strategy, Gang, Micros, int], float]:
     def step(strategy: Strategy, ranks: Gang, micros: Micros, count: int) -> float:
         assert isinstance(strategy, Pipeline)
@@ -111,7 +118,9 @@ def pipelined(plan: PipelinePlan) -> Callable[[Strategy, Gang, Micros, int], flo
         update = UpdateBatch([micro[ranks.rank] for micro in micros], [[]] * number, 0, 0, False)
         update.denominator, update.total_samples = float(count), 1.0
         update.targets, update.samples = [1.0] * number, [1] * number
-        result = executor.run_step(update, Steps(executor, ranks, number, count))
+        hook = executor.optimizer.register_step_pre_hook(lambda optimizer, *_: _check_strides(optimizer))
+        result = executor.run_step(update, Steps(executor, ranks, number, count), max_norm=1e9)
+        hook.remove()
         return float(result.norm)
 
     return step
@@ -153,7 +162,7 @@ def check(seed: int, ranks: Gang) -> None:
         count = sum(batch.numel() for batch in batches)
         for batch in batches:
             (loss_sum(plain, batch) / count).backward()
-        norm = math.sqrt(sum(p.grad.square().sum() for p in plain.parameters() if p.grad is not None))
+        norm = math.sqrt(sum(p.grad.abs().square().sum() for p in plain.parameters() if p.grad is not None))
         assert math.isclose(step(strategy, ranks, micros, count), norm, rel_tol=1e-6), seed
         with torch.no_grad():
             for parameter in plain.parameters():

@@ -1,7 +1,8 @@
 """Run on several ranks: drawn models, replicated or sharded by drawn plans, train as in one process, in float64.
 
-Models have ties within and across units, shared modules, frozen parameters, scalars, parameters without elements and
-with strides of their own; ranks begin with other weights than rank 0, and have batches of other sizes.
+Models have ties within and across units, shared modules, sparse gradients, frozen parameters, scalars, complex
+parameters, and those without elements and with strides of their own; ranks begin with other weights than rank 0, and
+have batches of other sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.sharded import local, whole
 from windlass.transforms.strategies import spread
+from windlass.transforms.strategy import Strategy
 
 CPU, CLOSE = torch.device("cpu"), 1e-9
 
@@ -33,16 +35,23 @@ class Block(nn.Module):
         for name, choice in shapes.items():
             drawn = torch.randn(rng.choice(choice))
             self.register_parameter(name, nn.Parameter(drawn) if rng.random() < 0.25 else None)
-        turned = nn.Parameter(torch.randn(width, width).T)
+        turned = nn.Parameter(
+            torch.randn(width, width).T if rng.random() < 0.5 else torch.randn(width, width)
+        )
         self.register_parameter("gate", turned if rng.random() < 0.2 else None)
+        wave = nn.Parameter(torch.randn(width, dtype=torch.complex128))
+        self.register_parameter("wave", wave if rng.random() < 0.2 else None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.wave is not None:
+            x = torch.fft.ifft(torch.fft.fft(x) * self.wave).real
         made = self.down(torch.tanh(self.up(self.norm(x))))
         if self.empty is not None:
             made = made + self.empty.sum()
         if self.scale is not None:
             made = made * self.scale
-        return x + (made if self.gate is None else made + x @ self.gate)
+        # A gradient of this product lies in memory as the transposed weight does.
+        return x + (made if self.gate is None else made + torch.einsum("...i,oi->...o", x, self.gate))
 
 
 class Net(nn.Module):
@@ -106,6 +115,8 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = Net(rng).double()
+    tied = model.head.weight is model.embed.weight
+    model.embed.sparse = kind == "ddp" and not tied and rng.random() < 0.3
     plain, plan, words = (
         copy.deepcopy(model),
         drawn_plan(rng, kind, ranks.size, len(model.blocks)),
@@ -129,21 +140,27 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
                 (loss_sum(strategy.model, micro[ranks.rank]) / count * ranks.size).backward()
         strategy.check_reached()
         strategy.check_used()
-        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        expected = {n: p.grad.to_dense() for n, p in plain.named_parameters() if p.grad is not None}
         norm = strategy.total_norm([p.grad for p in model.parameters() if p.grad is not None])
         assert math.isclose(
-            norm, math.sqrt(sum(g.square().sum() for g in expected.values())), rel_tol=CLOSE
+            norm, math.sqrt(sum(g.abs().square().sum() for g in expected.values())), rel_tol=CLOSE
         ), seed
+        check_norms(strategy, model, list(expected.values()), kind)
         own = dict(model.named_parameters())
         for name, gradient in expected.items():
             found = own[name].grad
             if gradient.numel():
                 assert found is not None, (seed, name)
-                assert (whole(found) - gradient).abs().max() < CLOSE, (seed, name)
+                dense = found.to_dense() if found.is_sparse else whole(found)
+                assert (dense - gradient).abs().max() < CLOSE, (seed, name)
+        strategy.multiply([p.grad for p in model.parameters() if p.grad is not None], 0.1 / (norm + 1))
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 0.1 / (norm + 1)
         with torch.no_grad():
             for parameter in (*plain.parameters(), *model.parameters()):
                 if parameter.grad is not None:
-                    local(parameter).sub_(0.1 * local(parameter.grad))
+                    local(parameter).sub_(local(parameter.grad))
         plain.zero_grad()
         model.zero_grad()
     state, reference = strategy.whole_state(), plain.state_dict()
@@ -154,6 +171,16 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
         tokens = torch.arange(3)[None]
         assert (strategy.module(tokens) - plain(tokens)).abs().max() < CLOSE, seed
     strategy.release()
+
+
+def check_norms(strategy: Strategy, model: nn.Module, expected: list[Tensor], kind: str) -> None:
+    """Norms of other orders than 2."""
+    for order in (1.0, 3.0, math.inf):
+        filled = [g for g in expected if g.numel()]
+        if order == math.inf and kind == "ddp" and len(filled) < len(expected):
+            continue  # torch has no largest element of none
+        found = strategy.norm_of_order([p.grad for p in model.parameters() if p.grad is not None], order)
+        assert math.isclose(found, nn.utils.get_total_norm(filled, order), rel_tol=CLOSE), order
 
 
 def main(kind: str, first: int, last: int) -> None:

@@ -81,7 +81,7 @@ def main() -> None:
     world = world_from_environment()
     join(world, torch.device("cpu"), timeout_seconds=60)
     for searches in (False, True):
-        plan = DistPlan("ddp", find_unused_parameters=searches)
+        plan = DistPlan(find_unused_parameters=searches)
         whole = train(world.rank, plan, set())
         for cut in range(1, UPDATES):
             resumed = train(world.rank, plan, {cut})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from windlass import Accelerator, Trainer, TrainingArguments
 from windlass.config.plan import DistPlan, PipelinePlan, ShardPlan
 from windlass.core.errors import ConfigError
-from windlass.dist.gang import current
+from windlass.dist.gang import Gang, current
+from windlass.dist.imagined import imagined_job
 from windlass.transforms.strategies import spread
 
 
@@ -46,6 +48,27 @@ def test_drawn_models_whose_layers_are_divided_train_as_in_one_process(
     ranks: int, first: int, last: int
 ) -> None:
     on_ranks(ranks, drawn_layers_ranks.main, first, last)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "words"),
+    [
+        (DistPlan(), {"max_norm": 1.0}, r"model\.0\.max_norm=1\.0: rewrites the rows that a forward reads"),
+        (DistPlan(strategy="fsdp", shard=ShardPlan()), {"max_norm": 1.0}, "train with one process"),
+        (
+            DistPlan(strategy="fsdp", shard=ShardPlan()),
+            {"sparse": True},
+            r"model\.0\.sparse=True: .*build it with sparse=False",
+        ),
+    ],
+)
+def test_embeddings_that_ranks_would_train_otherwise_are_refused(
+    plan: DistPlan, options: dict[str, Any], words: str
+) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, **options), nn.Linear(2, 1))
+    with imagined_job(2), pytest.raises(ConfigError, match=words):
+        spread(model, plan, current(), torch.device("cpu"))
+    assert spread(model, DistPlan(), Gang(), torch.device("cpu")).module is model
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -88,7 +111,7 @@ def main(folder: Path) -> None:
     fully_shard(model)
     said = error_of(lambda: accelerator.prepare(model))
     assert "was divided with fsdp=True and stays so; set that, or build it again" in said, said
-    for plan in (DistPlan("fsdp", ShardPlan(), expert=2), DistPlan(pipeline=PipelinePlan(2))):
+    for plan in (DistPlan(strategy="fsdp", shard=ShardPlan(), expert=2), DistPlan(pipeline=PipelinePlan(2))):
         said = error_of(lambda plan=plan: spread(model, plan, current(), torch.device("cpu")))  # type: ignore[misc]
         assert "was divided with fsdp=True and stays so; set that, or build it again" in said, said
     assert torch.distributed.is_initialized()

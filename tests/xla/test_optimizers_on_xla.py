@@ -118,6 +118,6 @@ def test_rounding_with_given_noise_has_the_bits_of_the_cpu() -> None:
 def test_rounding_at_random_is_to_one_of_the_neighbours_and_right_in_the_mean() -> None:
     device = xla.device()
     weight = torch.ones(1 << 16, dtype=torch.bfloat16, device=device)
-    add_stochastically_([weight], [torch.full((1 << 16,), 2.0**-9, device=device)], [1])
+    add_stochastically_(weight, torch.full((1 << 16,), 2.0**-9, device=device), 1)
     assert set(weight.cpu().float().unique().tolist()) == {1.0, 1 + 2.0**-7}
     assert abs(weight.cpu().float().mean().item() - (1 + 2.0**-9)) < 5 * 2.0**-7 * 0.5 / 256

@@ -29,6 +29,8 @@ class Net(nn.Module):
         torch.manual_seed(3)
         self.inner, self.norm, self.head = nn.Linear(4, 7), nn.BatchNorm1d(7, momentum=0.2), nn.Linear(7, 3)
         self.inner.bias.requires_grad_(False)
+        # With its columns one behind another in memory.
+        self.head.weight = nn.Parameter(self.head.weight.detach().T.contiguous().T)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         self.norm.eval()  # whose batch statistics would depend on the number of ranks

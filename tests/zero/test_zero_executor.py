@@ -85,6 +85,23 @@ def test_parameters_without_dimensions_are_refused_by_name(tmp_path: Path) -> No
         Trainer(model, args, train_dataset=rows(8)).train()
 
 
+def test_complex_parameters_are_refused_by_name(tmp_path: Path) -> None:
+    model = runs.Net()
+    model.wave = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    args = arguments(tmp_path, **runs.config(3))
+    with pytest.raises(
+        ModelError, match="complex parameters, which DeepSpeed cannot join with real ones: wave"
+    ):
+        Trainer(model, args, train_dataset=rows(8)).train()
+
+
+def test_embeddings_that_rewrite_their_rows_are_refused_by_name(tmp_path: Path) -> None:
+    model = runs.Net()
+    model.table = torch.nn.Embedding(3, 2, max_norm=1.0)
+    with pytest.raises(ConfigError, match=r"model\.table\.max_norm=1\.0: rewrites the rows"):
+        Trainer(model, arguments(tmp_path, **runs.config(1)), train_dataset=rows(8)).train()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -39,13 +39,9 @@ def clip_norm(prepared: Prepared, parameters: Any, max_norm: float, norm_type: f
         _check_clipped(executors[0], chosen, norm_type)
         return executors[0].clip(max_norm)
     # One for all: models of a loop are spread alike, and its strategy knows how their norm is computed.
-    if executors and norm_type == 2:
-        return executors[0].clip(max_norm, parameters=chosen)  # type: ignore[call-arg]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in chosen if p.grad is not None], norm_type=norm_type)
-    # The norm of sharded gradients is a DTensor.
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, whole)
-    return whole
+    if executors:
+        return executors[0].clip(max_norm, parameters=chosen, order=float(norm_type))  # type: ignore[call-arg]
+    return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
 
 
 def clip_values(prepared: Prepared, parameters: Any, clip_value: float) -> None:

@@ -375,7 +375,9 @@ def environment() -> dict[str, str]:
     """Return versions and devices of this process."""
     return {
         **package_versions(),
-        "system": platform.platform(terse=True),
+        # Not `platform.platform()`: it starts a program to ask for the processor, and a fork copies the page table of
+        # all that a training holds.
+        "system": f"{platform.system()}-{platform.release()}",
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         **_accelerator(),
         "command": " ".join(redact_command(sys.argv)),

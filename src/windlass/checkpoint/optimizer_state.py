@@ -14,6 +14,7 @@ from windlass.checkpoint.sharded import Parts
 from windlass.checkpoint.stage_state import is_in_stages, joined_state
 from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
+from windlass.core.tensors import laid_out_as
 from windlass.core.trees import map_leaves
 from windlass.core.types import State
 from windlass.dist.sharded import (
@@ -321,7 +322,8 @@ def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tenso
         if parameter is not None and _is_spread(value, parameter):
             return shard_like(value, parameter)
         # A copy: the next update would change `state`, which is the caller's.
-        return value.clone() if device is None else value.to(device, copy=True)
+        value = value.clone() if device is None else value.to(device, copy=True)
+        return value if parameter is None or value.shape != parameter.shape else laid_out_as(value, parameter)
     if is_packed_map(value):
         assert parameter is not None, "options of groups are not tensors"
         return join_packed(value, parameter, lambda tensor: tensor.to(local(parameter).device, copy=True))

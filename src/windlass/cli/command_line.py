@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from windlass.core.errors import ConfigError, DataError, Problem, did_you_mean
-from windlass.core.output import say, say_json
+from windlass.core.output import one_line, say, say_json
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -103,7 +103,7 @@ def add_script(parser: CommandParser) -> None:
 
 def check_script(path: str) -> None:
     """Raise ConfigError if there is no such file."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ConfigError(Problem("SCRIPT", path, "there is no such file"))
 
 
@@ -124,13 +124,19 @@ def names_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def folders_below(root: Path) -> Iterator[Path]:
-    """Yield a folder and those below it, sorted; hidden ones and those of checkpoints are not searched."""
-    for place, folders, _ in os.walk(root):
+    """Yield a folder and those below it, sorted; hidden ones and those of checkpoints are not searched. One that cannot
+    be listed is reported.
+    """
+    for place, folders, _ in os.walk(root, onerror=_report_unlisted):
         yield Path(place)
         # In place, because `os.walk` reads this list; sorted, because systems list folders in any order.
         folders[:] = sorted(
             name for name in folders if not name.startswith((".", "checkpoint-", "replaced-"))
         )
+
+
+def _report_unlisted(error: OSError) -> None:
+    say(one_line(f"{error.filename} cannot be searched: {error.strerror}"), error=True)
 
 
 def answer(options: argparse.Namespace, facts: Any, lines: Iterable[str], code: int = 0) -> int:

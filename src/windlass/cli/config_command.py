@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,45 +25,23 @@ from windlass.recipes.from_files import (
 )
 
 
-def ask_until(read: Callable[[str], Any], ask: Callable[[], str], complain: Callable[[str], None]) -> Any:
-    """Ask until `read` accepts the answer, and return what it returns."""
-    while True:
-        try:
-            return read(ask())
-        except ValueError as error:
-            complain(f"  {error}")
-
-
 class LinePrompter:
-    """Prints a question and reads one line. An empty answer, or the end of the input, selects the default."""
+    """Prints questions and reads lines. An empty answer, or the end of the input, selects the default."""
 
     def __init__(self, source: TextIO | None = None, sink: TextIO | None = None) -> None:
         self._source, self._sink = source or sys.stdin, sink or STDOUT
 
-    def ask(self, question: str, default: str) -> str:
-        print(f"{question} [{default}]: ", end="", file=self._sink, flush=True)
-        answer = self._source.readline()
-        if not self._source.isatty():
-            print(file=self._sink)  # no Enter was echoed
-        return answer.strip() or default
-
-    def choose(self, question: str, choices: Sequence[str], default: str) -> str:
-        listed = ", ".join(f"{number}) {choice}" for number, choice in enumerate(choices))
-        answer: str = ask_until(
-            lambda text: _chosen(text, choices),
-            lambda: self.ask(f"{question} {listed}", default),
-            lambda text: print(text, file=self._sink),
-        )
-        return answer
-
-
-def _chosen(text: str, choices: Sequence[str]) -> str:
-    """Return the choice with this name or number."""
-    if text in choices:
-        return text
-    if text.isdigit() and int(text) < len(choices):
-        return choices[int(text)]
-    raise ValueError(f"must be one of {', '.join(choices)}, or a number from 0 to {len(choices) - 1}")
+    def ask(self, question: str, default: str, read: Callable[[str], Any]) -> Any:
+        """Ask until `read` accepts the answer, and return what it returns."""
+        while True:
+            print(f"{question} [{default}]: ", end="", file=self._sink, flush=True)
+            answer = self._source.readline()
+            if not self._source.isatty():
+                print(file=self._sink)  # no Enter was echoed
+            try:
+                return read(answer.strip() or default)
+            except ValueError as error:
+                print(f"  {error}", file=self._sink)
 
 
 Answers = dict[str, Any]
@@ -92,6 +70,21 @@ class Question:
     @property
     def choices(self) -> tuple[str, ...]:
         return ("no", "yes") if isinstance(self.key.default, bool) else self.words
+
+    @property
+    def shown(self) -> str:
+        """The question, with its choices."""
+        listed = ", ".join(f"{number}) {choice}" for number, choice in enumerate(self.choices))
+        return f"{self.text} {listed}".rstrip()
+
+    def read(self, text: str) -> Any:
+        """Return the value of an answer: a choice, its number, or any text. Raises ValueError for another one."""
+        if self.choices and text not in self.choices:
+            if not (text.isdecimal() and int(text) < len(self.choices)):
+                known = f"{', '.join(self.choices)}, or a number from 0 to {len(self.choices) - 1}"
+                raise ValueError(f"must be one of {known}")
+            text = self.choices[int(text)]
+        return self.key.read(text)
 
     def default_after(self, answers: Answers) -> str:
         if self.key is rows_launch.PROCESSES:
@@ -137,9 +130,12 @@ def _devices() -> int:
 def config_command(words: list[str]) -> int:
     """Write or update a launch file, and return the exit code."""
     options = build_parser().parse_args(words)
-    path = Path(options.config_file or default_file(os.environ)).expanduser()
+    named = options.config_file
+    if named == "":
+        raise ConfigError(Problem("--config_file", named, "is empty; name a file, or leave the flag out"))
+    path = Path(named or default_file(os.environ)).expanduser()
     if options.action == "update":
-        _update(options.config_file)
+        _update(named)
         return 0
     settings = (
         basic_settings(options.mixed_precision, _devices(), "--mixed_precision")
@@ -147,7 +143,7 @@ def config_command(words: list[str]) -> int:
         else asked(LinePrompter())
     )
     write_file(settings, path)
-    flag = f"--config_file {shlex.quote(options.config_file)} " if options.config_file else ""
+    flag = f"--config_file {shlex.quote(named)} " if named else ""
     say(f"wrote {path}\nstart a script with it: windlass launch {flag}script.py")
     return 0
 
@@ -176,18 +172,11 @@ def asked(prompt: LinePrompter) -> Settings:
     answers: Answers = {}
     for question in QUESTIONS:
         if question.when(answers):
-            answers[question.key.name] = _answer(prompt, question, question.default_after(answers))
+            default = question.default_after(answers)
+            answers[question.key.name] = prompt.ask(question.shown, default, question.read)
     # An empty answer leaves the setting to its default, which may change with the version.
     given = {name: value for name, value in answers.items() if value not in ((), None)}
     return Settings({name: Setting(name, value, "windlass config", "file") for name, value in given.items()})
-
-
-def _answer(prompt: LinePrompter, question: Question, default: str) -> Any:
-    if question.choices:
-        return question.key.read(prompt.choose(question.text, question.choices, default))
-    return ask_until(
-        question.key.read, lambda: prompt.ask(question.text, default), lambda text: say(text, error=True)
-    )
 
 
 def _update(named: str | None) -> None:

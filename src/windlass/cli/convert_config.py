@@ -35,7 +35,8 @@ def build_parser() -> CommandParser:
         prog="windlass convert-config", description=_HELP, example="windlass convert-config trl.yaml"
     )
     parser.add_argument("file", metavar="FILE", help="the configuration, in YAML")
-    parser.add_argument("values", nargs="*", metavar="key=value", help="a key of it, with another value")
+    values = "a key of it, with another value"
+    parser.add_argument("values", nargs="*", default=[], metavar="key=value", help=values)
     parser.add_argument(
         "--output", metavar="RECIPE.yaml", help="write the recipe there instead of printing it"
     )

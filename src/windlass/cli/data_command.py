@@ -34,6 +34,7 @@ def build_parser() -> CommandParser:
         action.add_argument(
             "overrides",
             nargs="*",
+            default=[],
             metavar="key=value",
             help="keys of the recipe; for a file: tokenizer=NAME, max_length=512, assistant_only_loss=true, ...",
         )

@@ -10,17 +10,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from windlass.config.documents import parse_override
+from windlass.config.documents import Document, parse_override
 from windlass.config.sections.setting import rules_in
 from windlass.config.values import alternatives, coerce, value_fault
-from windlass.core.errors import ConfigError, DataError, Problem, nearest, refuse
+from windlass.core.errors import ConfigError, DataError, Problem, refuse, unknown
 from windlass.core.output import STDOUT, say, say_json
 from windlass.core.types import IGNORED
 from windlass.finetuning.prepared_text import prepare_kept
 from windlass.recipes.built_in_recipes import is_recipe
 from windlass.recipes.marked_text import BRACKETS, marked, terminal_marks
 from windlass.recipes.readers import read_records
-from windlass.recipes.recipe import load_recipe, training_arguments
+from windlass.recipes.recipe import checked_section, load_recipe, training_arguments
+from windlass.recipes.recipe_draft import RecipeDraft
 from windlass.recipes.schema import DataSpec, Recipe
 from windlass.recipes.tasks import TASKS
 from windlass.recipes.tokenizing import load_tokenizer
@@ -57,34 +58,36 @@ def open_source(path: str, overrides: Sequence[str], *, tiny: bool = False) -> D
 
 
 def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
-    given: dict[str, dict[str, Any]] = {"data": {}, "": {}}
-    for override in overrides:
-        keys, value = parse_override(override)
-        section = given["data"] if len(keys) == 2 and keys[0] == "data" else given[""]
-        section[keys[-1] if section is given["data"] else ".".join(keys)] = value
-    name = given[""].pop("tokenizer", None)
-    data = _checked(DataSpec, given["data"], [item.name for item in fields(DataSpec)], "data.")
-    options = _checked(TextOptions, given[""], [*_NAMES, "tokenizer"], "")
+    of_data = [word for word in overrides if word.startswith("data.")]
+    draft = RecipeDraft(Document({}))
+    draft.override(of_data)
+    problems = draft.problems
+    data: DataSpec = checked_section(DataSpec, draft.section("data"), ("data",), draft, problems)
+    refuse(problems)
+    given = dict(_option(word) for word in overrides if word not in of_data)
+    name = given.pop("tokenizer", None)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(Problem("tokenizer", name, "must be a name or a folder; quote it to make it text"))
+    options = TextOptions(**_checked(given))
     if not Path(path).exists():
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
-    spec = DataSpec(**{"train": path, **data})
-    rows = tuning_rows(read_records(path, spec), spec)
-    tokenizer = None if name is None else load_tokenizer(name)
-    return DataSource({"train": SourceSplit(rows, TextOptions(**options))}, tokenizer)
+    rows = tuning_rows(read_records(path, data), data)
+    return DataSource({"train": SourceSplit(rows, options)}, None if name is None else load_tokenizer(name))
 
 
-def _checked(kind: type, values: Mapping[str, Any], known: Sequence[str], prefix: str) -> dict[str, Any]:
-    problems = []
-    for name in values:
-        if name not in known:
-            close = nearest(name, known)
-            fix = f"did you mean {prefix}{close}?" if close else f"known: {', '.join(known)}"
-            problems.append(Problem(prefix + name, values[name], f"is not an option; {fix}"))
-    refuse(problems)
-    given, hints = coerce(kind, values), alternatives(kind)
+def _option(word: str) -> tuple[str, Any]:
+    keys, value = parse_override(word)
+    return ".".join(keys), value
+
+
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of the preparation as their types ask for them. Raises ConfigError for other names or values."""
+    known = [*_NAMES, "tokenizer", "data.KEY"]
+    refuse(unknown(values, known, what=f"is not an option; known: {', '.join(known)}"))
+    given, hints = coerce(TextOptions, values), alternatives(TextOptions)
     refuse(
-        Problem(prefix + item.name, given[item.name], fault)
-        for item in fields(kind)
+        Problem(item.name, given[item.name], fault)
+        for item in fields(TextOptions)
         if item.name in given
         and (
             fault := value_fault(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from windlass.recipes.recipe import run_folder, training_arguments
 from windlass.recipes.schema import Recipe, RecipeParts
 from windlass.recipes.tasks import TASKS
 from windlass.trainer.run_folder import check_writable
+from windlass.trainer.session import Session
 
 SCHEMA = "windlass-dry-run/1"
 STEPS = 2
@@ -83,7 +85,7 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
         if is_url(str(args.output_dir)):
             check_remote(str(args.output_dir))
     parts = TASKS[recipe.task].build_parts(recipe, args)
-    with tempfile.TemporaryDirectory(prefix="windlass-dry-run-") as folder:
+    with _shared_folder(args) as folder:
         estimate = _estimate(args, _rehearse(recipe, parts, folder, say))
     say(_in_lines(estimate))
     return estimate
@@ -96,6 +98,19 @@ def _try_output_folder(folder: Path, shown: str) -> None:
     check_writable(str(folder), shown)
     for path in made:
         path.rmdir()
+
+
+@contextlib.contextmanager
+def _shared_folder(args: TrainingArguments) -> Iterator[str]:
+    """A temporary folder that the processes of a machine share, as those of the full run share its output folder.
+    Collective.
+    """
+    world, all_ranks = world_from_environment(), Session.open(args).all_ranks
+    with tempfile.TemporaryDirectory(prefix="windlass-dry-run-") as own:
+        folders = all_ranks.gather_objects((world.machine, own))
+        yield next(folder for machine, folder in folders if machine == world.machine)
+        # The process that made it removes it, and another may still read the checkpoint.
+        all_ranks.gather_objects(None)
 
 
 def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[str], None]) -> Findings:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser, answer, in_words
-from windlass.cli.training_choice import Training
+from windlass.cli.training_memory import Training, plan_training
 from windlass.core.errors import ConfigError, ModelError, Problem, first_line, named
 from windlass.core.optional import require
 from windlass.core.output import table
@@ -76,7 +76,6 @@ def estimate_memory_command(words: list[str]) -> int:
 
 def _answer_training(options: argparse.Namespace, facts: dict[str, Any]) -> int:
     from windlass.cli.plan_text import memory_lines
-    from windlass.cli.training_memory import plan_training
 
     training = Training(options.batch_size, **{name: getattr(options, name) for name in _DETAILS})
     forecast = plan_training(lambda: build_whole(options.model, options.trust_remote_code), training)

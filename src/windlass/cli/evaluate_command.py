@@ -45,13 +45,15 @@ def evaluate_command(words: Sequence[str]) -> int:
     options = build_parser().parse_args(words)
     refuse(_problems(options))
     # What can be wrong is checked before tasks are loaded, which may download gigabytes.
-    name, device = _source(options), _device(options.device)
+    _source(options)
+    device = _device(options.device)
     check_installed("lm_eval", "evaluate a model on tasks")
     with Activity("loading the tasks"):
         from windlass.finetuning.task_scores import open_tasks, score
 
         tasks = open_tasks(_tasks(options), options.include_path)
     with Activity("loading the model"):
+        name = _source(options)  # again: a run that goes on may have removed what was its newest checkpoint
         model, tokenizer = _open(name, options, device)
     found = score(
         model,

@@ -19,10 +19,9 @@ from windlass.callbacks.page_data import Curves, page_events, whole_data
 from windlass.callbacks.page_file import PageRun, page_sections, telling
 from windlass.callbacks.report import summarised
 from windlass.callbacks.rows import Row
-from windlass.callbacks.run_view import RunView
+from windlass.callbacks.run_view import RunView, read_run
 from windlass.cli.report_command import described
-from windlass.cli.status_command import read_folder
-from windlass.core.errors import DataError
+from windlass.cli.status_command import unreadable
 
 _MOST_RUNS = 64  # whose histories are kept
 _NEWEST_ROWS = 2000  # that a page may lack without getting all
@@ -79,19 +78,22 @@ class RunHistory:
             return view, news, self._tail.position
 
     def _read(self) -> RunView:
+        try:
+            return self._look()
+        except OSError as error:
+            # The tail does not return its rows again, and the curves would lack them for good.
+            self._tail = RowTail(self._folder / FILE_NAME)
+            self._forget()
+            raise unreadable(self._folder, error) from error
+
+    def _look(self) -> RunView:
         before = self._tail.position
         found = self._tail.read()
         if not found.continues:
             self._forget()
         tokens = self._curves.tokens
         self._kept = telling([*self._kept, *found.rows])
-        try:
-            view = read_folder(self._folder, whole=(self._kept, found.damage))
-        except DataError:
-            # The tail does not return these rows again, and the curves would lack them for good.
-            self._tail = RowTail(self._folder / FILE_NAME)
-            self._forget()
-            raise
+        view = read_run(self._folder, whole=(self._kept, found.damage))
         self._curves.add(view, found.rows)
         if found.continues and self._tail.position != before:
             self._grown.append(_Grown(before, found.rows, tokens))

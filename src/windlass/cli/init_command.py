@@ -30,7 +30,8 @@ def init_command(words: list[str]) -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
     quoted = shlex.quote(str(target))
     text = re.sub(command, lambda found: f"{found[1]} {quoted}", text, flags=re.MULTILINE)
-    target.write_text(EDITOR_LINE + text, encoding="utf-8")
+    # In a locale that is not UTF-8, Python keeps such bytes of a path as surrogates.
+    target.write_text(EDITOR_LINE + text, encoding="utf-8", errors="surrogateescape")
     say(f"{target} is written. Run it:\n  windlass train {quoted}")
     return 0
 

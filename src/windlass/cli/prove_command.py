@@ -55,8 +55,12 @@ def prove_command(words: list[str]) -> int:
     began = time.monotonic()
     proof = prove(subject, layout, quiet=options.json)
     found = {**proof.facts(subject, layout), "seconds": round(time.monotonic() - began, 1)}
-    write_record(proof.claim, found)
-    return answer(options, found, proof.lines(layout, found["seconds"]), proof.exit_code)
+    code = answer(options, found, proof.lines(layout, found["seconds"]), proof.exit_code)
+    try:
+        write_record(proof.claim, found)
+    except OSError as error:  # the answer took minutes
+        say(f"the proof is not recorded, and runs will not find it: {error}", error=True)
+    return code
 
 
 def build_parser() -> CommandParser:

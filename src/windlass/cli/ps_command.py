@@ -11,23 +11,33 @@ from windlass.callbacks.run_view import is_run
 from windlass.cli.command_line import CommandParser, answer, folders_below
 from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import read_folder
-from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import one_line, table
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.output import one_line, say, table
 
 SCHEMA = "windlass-ps/1"
 HEADERS = ("run", "state", "step", "loss", "left", "checkpoint", "goodput", "alerts")
 
 
 def ps_command(words: list[str]) -> int:
-    """Print one line for each run below a folder; return the exit code."""
+    """Print one line for each run below a folder; return the exit code: 1 if one of them cannot be read."""
     options = build_parser().parse_args(words)
     if not options.folder.is_dir():
         raise ConfigError(Problem("DIR", str(options.folder), "is not a folder"))
+    found, unread = [], []
     # All before the first line: the widths of columns depend on each run.
-    found = [(name, status_of_run(read_folder(path))) for name, path in runs_below(options.folder)]
-    facts = {"schema": SCHEMA, "runs": [status for _, status in found]}
-    none = [f"no runs below {options.folder}"]
-    return answer(options, facts, table([HEADERS, *(_cells(*one) for one in found)]) if found else none)
+    for name, path in runs_below(options.folder):
+        try:
+            found.append((name, status_of_run(read_folder(path))))
+        except DataError as error:  # as of another user: the others are listed all the same
+            unread.append(str(error))
+    facts = {"schema": SCHEMA, "runs": [status for _, status in found], "unreadable": unread}
+    lines = list(table([HEADERS, *(_cells(*one) for one in found)])) if found else []
+    if not found and not unread:
+        lines = [f"no runs below {options.folder}"]
+    answer(options, facts, lines)
+    for problem in () if options.json else unread:
+        say(one_line(problem), error=True)
+    return int(bool(unread))
 
 
 def runs_below(root: Path) -> Iterator[tuple[str, Path]]:

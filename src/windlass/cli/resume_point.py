@@ -105,6 +105,12 @@ def check_folder(args: TrainingArguments) -> None:
     from windlass.trainer.run_folder import unwritable
 
     folder = run_folder(args).absolute()
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a run makes it
+    except OSError as error:  # below a folder that may not be searched, or of a name that is too long
+        raise unwritable(str(args.output_dir), error) from error
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         raise unwritable(str(args.output_dir), OSError(errno.ENOTDIR, f"{existing} is a file"))

@@ -50,7 +50,10 @@ def _searches(arguments: Sequence[str]) -> bool:
 
 def names_checkpoint(word: str) -> bool:
     """Return True if a word after `--resume` is the checkpoint to resume from, and not a recipe or an override."""
-    return os.path.isdir(word) or not ("=" in word or is_recipe(word))
+    # A name of a key has no slash: `runs/lr=0.1/checkpoint-3` may be removed by now.
+    name, equals, _ = word.partition("=")
+    is_override = bool(equals) and "/" not in name
+    return os.path.isdir(word) or not (is_override or is_recipe(word))
 
 
 def _launcher() -> list[str]:

@@ -17,11 +17,9 @@ SCHEMA = "windlass-test/1"
 def selftest_command(words: Sequence[str]) -> int:
     """Run the check with the launch configuration of this machine; return the launcher's exit code."""
     options, flags = build_parser().parse_known_args(words)
-    processes = [] if options.config_file or options.num_processes else ["--num_processes", "2", "--cpu"]
-    if options.config_file:
-        processes += ["--config_file", options.config_file]
-    if options.num_processes:
-        processes += ["--num_processes", str(options.num_processes)]
+    given = {"--config_file": options.config_file, "--num_processes": options.num_processes}
+    processes = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    processes = processes or ["--num_processes", "2", "--cpu"]
     ranks = [*processes, *flags, "-m", "windlass.cli.selftest_ranks"]
     if options.json:
         return _in_json(ranks, [*processes, *flags])

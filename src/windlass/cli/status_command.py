@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.log_table import clock_text, moment_text
-from windlass.callbacks.rows import Row
 from windlass.callbacks.run_view import RunView, is_run, read_run
 from windlass.cli.command_line import CommandParser, answer
 from windlass.cli.run_status import SCHEMA_FILE, status_of_run, with_verified
@@ -36,12 +35,17 @@ def status_command(words: list[str]) -> int:
     return answer(options, found, _lines(found))
 
 
-def read_folder(run: Path, whole: tuple[list[Row], list[str]] | None = None) -> RunView:
-    """Read a run, whose rows a reader may have read already. Raises DataError if its folder cannot be read."""
+def read_folder(run: Path) -> RunView:
+    """Read a run. Raises DataError if its folder cannot be read."""
     try:
-        return read_run(run, whole=whole)
+        return read_run(run)
     except OSError as error:
-        raise DataError(f"{run} cannot be read: {error}") from error
+        raise unreadable(run, error) from error
+
+
+def unreadable(run: Path, error: OSError) -> DataError:
+    """Return the error of a folder that cannot be read."""
+    return DataError(f"{run} cannot be read: {error}")
 
 
 def build_parser() -> CommandParser:

@@ -34,10 +34,11 @@ class Writer:
     def __init__(self, options: argparse.Namespace) -> None:
         self._most = options.max_new_tokens
         self._choice = _sampling(options)
+        # Before the model is looked for: the import takes seconds, in which a run may remove its newest checkpoint.
+        hide_loading_bars()
         name = find_model(options.model)
         if name != options.model:
             say(f"{name}:", error=True)
-        hide_loading_bars()
         dtype = "auto" if options.dtype is None else getattr(torch, DTYPES[options.dtype])
         self._model, self.tokenizer = open_trained(name, options.base, dtype)
         # After the model is loaded: loading may draw numbers, such as those of weights that its file lacks.

@@ -65,10 +65,16 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     options, rest = train.parse_known_args(words)
     if flags := [word for word in rest if word.startswith("-")]:
         train.error(f"unrecognized arguments: {' '.join(flags)}{_as_keys(flags, words, train)}")
+    # Of a variable that is not set, as a rule: as if there were no flag, a run would start from its beginning.
+    for flag, value in (("--resume", options.resume), ("--output-dir", options.output_dir)):
+        if value == "":
+            train.error(f"{flag} has an empty value; give a folder, or leave the flag out")
     # argparse collects positional arguments up to the first option only.
     given = [*options.words, *rest]
     resume = options.resume
-    if isinstance(resume, str) and not names_checkpoint(resume):
+    if sum(word == "--resume" or word.startswith("--resume=") for word in words) > 1:
+        train.error("--resume is given twice; leave one out")
+    if isinstance(resume, str) and f"--resume={resume}" not in words and not names_checkpoint(resume):
         given.append(resume)
         options.resume = True
     recipes, options.overrides = names_and_overrides(given)

@@ -21,7 +21,7 @@ from windlass.callbacks.page_file import render_page
 from windlass.cli.followed_runs import FollowedRuns, RunHistory, kept_histories
 from windlass.cli.ps_command import runs_below
 from windlass.cli.run_status import status_of_run
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.optional import require
 from windlass.core.output import in_html
 
@@ -141,7 +141,10 @@ def _guarded(token: str, responses: Any) -> Callable[[Answer], Answer]:
                 )
                 found.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
                 return found
-            return await answer(request)
+            try:
+                return await answer(request)
+            except DataError as error:
+                return responses.PlainTextResponse(str(error), status_code=500, headers=_HEADERS)
 
         return guarded
 
@@ -175,13 +178,17 @@ def _page(runs: Mapping[str, RunHistory]) -> str:
 def _index(folder: Path, history_of: Callable[[Path], RunHistory]) -> str:
     rows = ""
     for name, path in runs_below(folder):
-        status = status_of_run(history_of(path).view())
+        try:
+            status = status_of_run(history_of(path).view())
+            sentence, measured = status["sentence"], status["loss"]
+        except DataError as error:  # as of another user: the others are listed all the same
+            sentence, measured = str(error), None
         place = str(path.relative_to(folder))  # the name of the folder itself may be that of a run in it, too
         link = in_html(f"page?{urlencode({'run': place})}")
-        loss = "" if status["loss"] is None else f"{status['loss']['value']:.4g}"
+        loss = "" if measured is None else f"{measured['value']:.4g}"
         rows += (
             f'<tr><td><input type="checkbox" name="run" value="{in_html(place)}" aria-label="{in_html(name)}"></td>'
-            f'<td><a href="{link}">{in_html(name)}</a></td><td>{in_html(status["sentence"])}</td><td>{loss}</td></tr>\n'
+            f'<td><a href="{link}">{in_html(name)}</a></td><td>{in_html(sentence)}</td><td>{loss}</td></tr>\n'
         )
     title = in_html(f"Runs below {folder.absolute().name}")
     heads = "<th></th><th>run</th><th>state</th><th>loss</th>"

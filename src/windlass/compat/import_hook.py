@@ -163,7 +163,16 @@ class _Answered(ModuleType):
                 # Half a module would answer the next time, without the reason.
                 self.__dict__["_library"] = None
                 raise
+            self._uncover(module)
         return module  # type: ignore[no-any-return]
+
+    def _uncover(self, library: ModuleType) -> None:
+        """Remove the submodules that the library itself hides behind another object of their name: Python put them here
+        as they were imported, and `from accelerate.utils import tqdm` means the function.
+        """
+        for name, value in list(vars(self).items()):
+            if isinstance(value, ModuleType) and not isinstance(vars(library).get(name, value), ModuleType):
+                delattr(self, name)
 
 
 class _Finder(MetaPathFinder):

@@ -10,6 +10,7 @@ from typing import Any
 
 from windlass.compat.state import PartialState
 from windlass.core.errors import ModelError
+from windlass.core.world import world_from_environment
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
@@ -19,32 +20,34 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         """Return `msg` with the rank before it, and `kwargs` of the call with the place of the caller."""
         msg, kwargs = super().process(msg, kwargs)
         kwargs.setdefault("stacklevel", 2)  # show the line of the caller
-        return f"[RANK {PartialState().process_index}] {msg}", kwargs
+        return f"[RANK {world_from_environment().rank}] {msg}", kwargs
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a message. Raises ModelError if there is no state of the process yet.
+        """Log a message.
 
         Args:
             level: such as `logging.INFO`.
             msg: with places for `args`, as of `logging`.
             main_process_only: log on the main process only.
-            in_order: log on all processes in order of rank. Collective.
+            in_order: log on all processes in order of rank. Raises ModelError if this process has not
+                joined them. Collective.
         """
-        if not PartialState._shared_state:
-            raise ModelError(
-                "this logger needs the rank of the process; create a PartialState() or an Accelerator() first"
-            )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         # Before any barrier: ranks have equal levels, so none of them waits for one that logs nothing.
         if not self.isEnabledFor(level):
             return
         msg, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
-        state = PartialState()
         if not in_order:
-            if state.is_main_process or not main_process_only:
+            # Libraries log before there is a state, which would join the processes with settings of its own.
+            if world_from_environment().is_main or not main_process_only:
                 self.logger.log(level, msg, *args, **kwargs)
             return
+        if not PartialState._shared_state:
+            raise ModelError(
+                "in_order needs the other processes; create a PartialState() or an Accelerator() first"
+            )
+        state = PartialState()
         for turn in range(state.num_processes):
             if turn == state.process_index:
                 self.logger.log(level, msg, *args, **kwargs)

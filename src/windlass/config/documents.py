@@ -178,13 +178,10 @@ def parse_override(text: str) -> tuple[Keys, Any]:
         raise ConfigError(
             Problem("override", text, "must be name=value, with dots for a name inside another")
         )
-    loader = _Loader(value)
     try:
-        return keys, loader.get_single_data()
+        return keys, load_yaml(value, _Loader)[0]
     except yaml.YAMLError:
         raise ConfigError(Problem(".".join(keys), value, "is not a valid value; quote it")) from None
-    finally:
-        loader.dispose()
 
 
 _MAX_NODES = 1 << 17

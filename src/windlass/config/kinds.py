@@ -287,7 +287,7 @@ def read_document(text: str) -> dict[str, Any]:
 
 def mapping(value: dict[str, Any] | str | None) -> dict[str, Any]:
     """A copy of an argument that may be given as JSON; `check` has read its text by now."""
-    assert not isinstance(value, str), "`check` refuses text that cannot be read"
+    assert not value or isinstance(value, dict), "`check` refuses text that cannot be read"
     return dict(value or {})
 
 

@@ -22,6 +22,7 @@ _TYPE_WORDS = {
     list: "a list",
     dict: "a dict",
 }
+_ITEM_WORDS = {int: "whole numbers", float: "numbers", bool: "True and False", str: "text"}
 
 
 def hints(cls: Any) -> dict[str, Any]:
@@ -96,8 +97,15 @@ def type_fault(value: Any, kinds: tuple[Any, ...]) -> str | None:
     """Why `value` is of none of these types, the alternatives of a field's; None if it is."""
     if any(_is_a(value, kind) for kind in kinds):
         return _enum_fault(value, kinds)
-    fault = f"must be {_describe(kinds)}, and is {type(value).__name__}"
+    fault = f"must be {_describe(kinds)}, and is {_type_of(value)}"
     return f"{fault}; use {_as_number(value)}" if _as_number(value) and {int, float} & set(kinds) else fault
+
+
+def _type_of(value: Any) -> str:
+    """The name of its type, with those of the items of a list or a dict, of which one alone may be wrong."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    kinds = dict.fromkeys(type(item).__name__ for item in items)
+    return type(value).__name__ + (f" of {' and '.join(kinds)}" if kinds else "")
 
 
 def _as_number(value: Any) -> str | None:
@@ -119,6 +127,8 @@ def _is_a(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if origin is list:
         return isinstance(value, list) and all(_is_item(item, get_args(kind)[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_item(item, get_args(kind)[1]) for item in value.values())
     if origin is tuple:  # files have lists only
         return isinstance(value, list | tuple)
     if kind in (int, float) and isinstance(value, bool):
@@ -164,7 +174,8 @@ def _describe(kinds: tuple[Any, ...]) -> str:
         elif origin is Literal:
             words.append("one of " + ", ".join(map(str, get_args(kind))))
         else:
-            words.append(_TYPE_WORDS.get(origin) or f"a {origin.__name__}")
+            of = _ITEM_WORDS.get(get_args(kind)[-1]) if origin in (list, dict) and get_args(kind) else None
+            words.append((_TYPE_WORDS.get(origin) or f"a {origin.__name__}") + (f" of {of}" if of else ""))
     return " or ".join(dict.fromkeys(words))
 
 

@@ -5,13 +5,14 @@ The one place where a path is looked at for a scheme.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from windlass.core.errors import first_line
+from windlass.core.errors import ModelError, WindlassError, first_line
 from windlass.core.redact import redact_text
 
 STAGING = "WINDLASS_STAGING"
@@ -60,11 +61,25 @@ def shown_path(path: Path | str) -> str:
     return os.path.relpath(whole, here) if here and whole.is_relative_to(here) else str(whole)
 
 
-def why_not_loaded(name: str, error: Exception) -> str:
-    """Return the reason of an error of `from_pretrained`; without a folder of this name it looked on the Hub."""
-    if Path(name).expanduser().is_dir():
-        return str(error)
-    return f"there is no such folder, and the Hub did not help: {first_line(error)}"
+@contextlib.contextmanager
+def loading(what: str, name: str, *handled: type[Exception]) -> Iterator[None]:
+    """Within the body, `what` (such as "model") is loaded by its name or folder. Raises ModelError, with the reason,
+    for what its libraries raise, of many types if a file is damaged. A RuntimeError, as of a device, is passed on.
+
+    Args:
+        handled: errors that the caller handles.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (WindlassError, RuntimeError, *handled)):
+            raise
+        reason = f"there is no such folder, and the Hub did not help: {first_line(error)}"
+        if os.path.isdir(os.path.expanduser(name)):
+            # transformers words these two for its users; the text of others says little without their type.
+            is_worded = isinstance(error, OSError | ValueError)
+            reason = str(error) if is_worded else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ModelError(f"the {what} {name!r} cannot be loaded: {reason}") from error
 
 
 def working_folder() -> str:

@@ -48,6 +48,22 @@ def distinct(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return tensor
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if the elements of `tensor` fill a piece of memory, in any order of its axes."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
+    """`value`, or a copy of it in the order of the memory of `like`, a plain tensor of its shape.
+
+    Fused kernels of optimizers read a parameter, its gradient and its state side by side, whatever their strides: on
+    a CPU other ones mix up elements without an error.
+    """
+    if value.stride() == like.stride():
+        return value
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
 def count_elements(parameters: Iterable[Any]) -> int:
     """The number of elements of parameters, on all ranks together."""
     return sum(map(elements_of, parameters))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -135,8 +136,9 @@ class FusedExecutor(NativeExecutor):
         try:
             self._scaler.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             if what is not Pass.KEEP:
-                # What waits for other parameters to be reduced with them, which this backward did not reach.
-                for parameter in self.strategy.left_over():
+                # What this backward did not reach: gradients that are reduced with others, and those that only earlier
+                # micro-batches have made.
+                for parameter in chain(self.strategy.left_over(), self._parameters):
                     self._use(parameter)
         finally:
             self._clock.enter(before)
@@ -213,9 +215,10 @@ class FusedExecutor(NativeExecutor):
         max_norm: float | None,
         rescale: Tensor | None = None,
         parameters: list[nn.Parameter] | None = None,
+        order: float = 2.0,
     ) -> Tensor:
         """The norm that the backward measured; of gradients that it kept, as in the native executor."""
-        return super().clip(max_norm, rescale, parameters) if self._norm is None else self._norm
+        return super().clip(max_norm, rescale, parameters, order) if self._norm is None else self._norm
 
     def abandon(self) -> bool:
         unchanged = super().abandon()

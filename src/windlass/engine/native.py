@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from windlass.core import host
 from windlass.core.errors import ModelError
 from windlass.core.run_clock import BACKWARD, COMPUTE, UPDATE, run_clock
+from windlass.core.tensors import laid_out_as
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.core.world import world_from_environment
@@ -108,7 +109,7 @@ class NativeExecutor:
 
     def add_aux(self, factor: Tensor) -> None:
         for parameter, gradient in self._aux_gradients.items():
-            scaled = gradient * factor.to(gradient.dtype)
+            scaled = laid_out_as(gradient * factor.to(gradient.dtype), parameter)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         self._aux_gradients = {}
 
@@ -133,18 +134,22 @@ class NativeExecutor:
         max_norm: float | None,
         rescale: Tensor | None = None,
         parameters: list[nn.Parameter] | None = None,
+        order: float = 2.0,
     ) -> Tensor:
-        """Global L2 norm of the gradients before clipping (after unscaling, after `rescale`).
+        """Global norm of the gradients before clipping (after unscaling, after `rescale`).
 
         Args:
             parameters: clip these instead of all that are trained here, for loops of the user's own.
+            order: of the norm; 2 is L2, infinity the largest magnitude.
         """
         if self._scaler.active:
             self.unscale()
-        gradients = [p.grad for p in parameters or self._parameters if p.grad is not None]
+        chosen = self._parameters if parameters is None else parameters
+        gradients = [p.grad for p in chosen if p.grad is not None]
         if rescale is not None:
             self.strategy.multiply(gradients, rescale)
-        norm = self.strategy.total_norm(gradients)
+        norms = self.strategy
+        norm = norms.total_norm(gradients) if order == 2 else norms.norm_of_order(gradients, order)
         # 1e-6 as in the factor below, so that both ways decide alike.
         if max_norm is None or (norm.is_cpu and host.read(norm) + 1e-6 <= max_norm):
             return norm  # a factor of one; on an accelerator the host does not wait for the norm to know

@@ -13,7 +13,7 @@ from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.core.activity import looking_for
 from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, ModelError, Problem, first_line
-from windlass.core.locations import why_not_loaded
+from windlass.core.locations import loading
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.finetuning.model_without_weights import OF_CONFIG, model_without_weights
@@ -87,19 +87,18 @@ def load_model(
     outputs = {} if labels is None else {"num_labels": labels}
     # The model notes it for tokenizers and adapters, which are opened when the working directory may be another one.
     place = str(Path(name).absolute()) if Path(name).is_dir() else name
+    with loading("model", name), looking_for(name):
+        config = transformers.AutoConfig.from_pretrained(place, **of_config, **outputs)
     try:
-        with looking_for(name):
-            config = transformers.AutoConfig.from_pretrained(place, **of_config, **outputs)
-        if labels is None:
-            names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-            kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
-        else:
-            kind = transformers.AutoModelForSequenceClassification
-        if empty and (made := model_without_weights(kind, config, options)) is not None:
-            return made
-        loaded: nn.Module = kind.from_pretrained(place, **options, **outputs)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
+        with loading("model", name, ImportError, TypeError):
+            if labels is None:
+                names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+                kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+            else:
+                kind = transformers.AutoModelForSequenceClassification
+            if empty and (made := model_without_weights(kind, config, options)) is not None:
+                return made
+            loaded: nn.Module = kind.from_pretrained(place, **options, **outputs)
     except RuntimeError as error:
         if "quantization_config" not in options or isinstance(error, torch.OutOfMemoryError):
             raise

@@ -131,7 +131,7 @@ class SFTConfig(AnswerSection, TuningConfig):
     def _translate_words(self) -> None:
         for name, words in _OLD_WORDS.items():
             value = getattr(self, name)
-            if value in words:
+            if isinstance(value, str) and value in words:
                 self._warn_old(f"{name}={value!r} is now {words[value]!r}")
                 setattr(self, name, words[value])
         if self.truncation_mode == "keep_end":

@@ -14,7 +14,7 @@ from windlass.checkpoint.stored import load_folder
 from windlass.checkpoint.survey import notes_of
 from windlass.core.device import choose_device
 from windlass.core.errors import CheckpointError, ModelError
-from windlass.core.locations import is_folder_name
+from windlass.core.locations import is_folder_name, loading
 from windlass.core.optional import require
 from windlass.finetuning.base_model import load_model
 from windlass.finetuning.merging import base_of, first_tokenizer, load_base, with_adapter
@@ -73,13 +73,11 @@ def open_trained(
 def _of_parts(folder: Path, dtype: str | torch.dtype) -> Any:
     """Return the model whose weights several ranks saved in parts."""
     transformers = require("transformers", _PURPOSE)
-    try:
+    with loading("model", str(folder)):
         config = transformers.AutoConfig.from_pretrained(str(folder))
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         build = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
         # Not converted later: angles of positions stay in float32.
         model = build(config, dtype=(config.dtype or torch.float32) if dtype == "auto" else dtype)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model {str(folder)!r} cannot be loaded: {error}") from error
     load_folder(folder, model)
     return model

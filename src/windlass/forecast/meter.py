@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -241,7 +242,10 @@ def answer_of(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any
     """
     # While a run is built some weights have memory and others have none.
     if not any(is_fake(each) for each in args):
-        return None
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return None
+        with unset_fake_temporarily():  # the mode would read it of a copy without memory
+            return func(*args, **given)
     tensor: Any = args[0]
     if func is torch.ops.aten._local_scalar_dense.default and tensor.constant is None:
         if tensor.dtype is torch.bool:

@@ -37,7 +37,8 @@ class Trace:
             peaks,
             Counter(_added(self.work, more.work, times)),
             Counter(_added(self.sent, more.sent, times)),
-            _added(self.saved, more.saved, times),
+            # What no layer has stays in it as 0.
+            {name: _line(self.saved, more.saved, name, times) for name in self.saved},
             {**self.facts, "parameters": _line(self.facts, more.facts, "parameters", times)},
         )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from windlass.core.errors import ModelError
 from windlass.dist.sharded import is_sharded, local, part
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -25,6 +27,21 @@ class CopiedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.copied}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict`. Each value keeps its dtype: PyTorch casts them to that of their parameter,
+        which for averages in fp32 of a weight in bf16 would drop half of their bits.
+        """
+        super().load_state_dict(state_dict)
+        saved, live = (
+            chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for number, parameter in zip(saved, live, strict=True):
+            state = self.state.get(parameter, {})
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dtype != state[name].dtype:
+                    state[name] = value.to(parameter.device)
 
 
 class PerParameterOptimizer(CopiedOptimizer):
@@ -44,6 +61,7 @@ class PerParameterOptimizer(CopiedOptimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], in_backward: bool = False) -> None:
         self.in_backward = in_backward
         super().__init__(params, defaults)
+        refuse_complex(self)
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:
         """Return True if every rank has all of the state of the parameters of `group`, also if they are sharded."""
@@ -77,6 +95,14 @@ class PerParameterOptimizer(CopiedOptimizer):
         shape, sharded as it is, in fp32 or fp64. `group` has the options, such as "lr".
         """
         raise NotImplementedError
+
+
+def refuse_complex(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ModelError if a parameter of `optimizer`, which computes with real numbers, is complex."""
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            f"{type(optimizer).__name__} cannot update complex parameters; use optim='adamw_torch'"
+        )
 
 
 # `step` runs under `no_grad`, and closures call `backward`.

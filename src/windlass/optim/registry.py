@@ -13,6 +13,7 @@ from windlass.config.enums import UNBUILT_OPTIMIZERS
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
 from windlass.core.logs import get_logger, warn_once
+from windlass.core.tensors import is_dense
 from windlass.optim.optimizers.adafactor import adafactor
 from windlass.optim.optimizers.adalomo import adalomo
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
@@ -96,9 +97,9 @@ def optimizer_factory(plan: OptimizerPlan) -> Recipe:
 
 
 def make_optimizer(params: Any, cls: Callable[..., Optimizer], kwargs: dict[str, Any]) -> Optimizer:
-    """`cls(params, **kwargs)`, without `fused` if a parameter's device or dtype has no fused kernel. Raises ModelError
-    if no parameter is trainable. `params`: groups or parameters, or a model or dict that `cls` takes in their place,
-    which is passed unchecked.
+    """`cls(params, **kwargs)`, without `fused` if a parameter's device, dtype or memory has no fused kernel. Raises
+    ModelError if no parameter is trainable. `params`: groups or parameters, or a model or dict that `cls` takes in
+    their place, which is passed unchecked.
     """
     # Transformers passes "model" or "optimizer_dict" in the keyword arguments of such classes, in the place of
     # groups.
@@ -114,7 +115,8 @@ def make_optimizer(params: Any, cls: Callable[..., Optimizer], kwargs: dict[str,
     if kwargs.get("fused") and not _fused_fits(parameters):
         warn_once(
             _log,
-            f"{getattr(cls, '__name__', cls)}: no fused kernel for this model's device or dtype; using the plain one.",
+            f"{getattr(cls, '__name__', cls)}: no fused kernel for this model's device, dtype or memory; using the "
+            "plain one.",
         )
         kwargs = {name: value for name, value in kwargs.items() if name != "fused"}
     return cls(params, **kwargs)
@@ -136,7 +138,8 @@ def _fused_fits(parameters: Iterable[torch.Tensor]) -> bool:
     # Those of `torch.utils._foreach_utils._get_fused_kernels_supported_devices` but for plugins' devices, whose
     # kernels are not known here: on a device without one torch raises an error.
     devices = {"cpu", "cuda", "xpu", "mps", "hpu", "mtia"}
-    return all(p.device.type in devices and p.is_floating_point() for p in parameters)
+    # Kernels read parameters with gaps, such as a slice of another tensor, without these.
+    return all(p.device.type in devices and p.is_floating_point() and is_dense(p) for p in parameters)
 
 
 def _refusal(name: str) -> Problem:

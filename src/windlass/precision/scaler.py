@@ -155,7 +155,7 @@ def build_scaler(plan: PrecisionPlan, device: torch.device) -> Scaler:
 
 
 def _alike(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Gradients in lists of one dtype and device, as the kernel requires."""
+    """Gradients in lists of one dtype and device, complex ones as pairs of real numbers, as the kernel requires."""
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in gradients:
         if grad.dtype is torch.float16:
@@ -163,5 +163,6 @@ def _alike(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
                 "fp16 gradients cannot be unscaled; keep trainable weights in float32 (dtype=torch.float32)"
             )
         values = grad._values() if grad.is_sparse else grad
+        values = torch.view_as_real(values) if values.is_complex() else values
         lists.setdefault((values.device, values.dtype), []).append(values)
     return lists.values()

@@ -68,11 +68,15 @@ def _messages(where: str, messages: Any, spec: MessagesSpec) -> list[dict[str, A
     return [
         {
             **{name: value for name, value in message.items() if name not in (spec.role, spec.content)},
-            "role": (spec.roles or {}).get(message.get(spec.role, ""), message.get(spec.role)),
+            "role": _role(message.get(spec.role), spec.roles or {}),
             "content": message.get(spec.content),
         }
         for message in messages
     ]
+
+
+def _role(found: Any, names: Mapping[str, str]) -> Any:
+    return names.get(found, found) if isinstance(found, str) else found  # the form of rows names a wrong one
 
 
 def _prompt(where: str, row: Mapping[str, Any], formats: list[str]) -> str:

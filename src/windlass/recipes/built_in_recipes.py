@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from windlass.core.errors import ConfigError, Problem, nearest
@@ -30,7 +31,7 @@ def recipe_path(word: str | Path) -> Path:
     """
     path = Path(word).expanduser()
     # A name with the ending is a file, also if there is none: the error names it, and no built-in recipe.
-    return path if path.is_file() or path.suffix in ENDINGS else built_in(str(word))
+    return path if os.path.isfile(path) or path.suffix in ENDINGS else built_in(str(word))
 
 
 def built_in(name: str) -> Path:

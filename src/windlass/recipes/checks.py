@@ -92,8 +92,12 @@ def _sources(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
 
 def _path_problem(source: str, recipe: Recipe) -> str | None:
     path = Path(source)
-    if not path.exists():
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return f"no such file or folder{_neighbour(path)}; a dataset of the hub needs data.format=hub"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
     kind = format_of(source, recipe.data)
     if kind is None:
         return UNKNOWN_ENDING
@@ -140,7 +144,7 @@ def _names(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
         yield "tokenizer.train.lowercase", True, "is for wordpiece; byte-level bpe keeps every byte"
     named = (("model.name", model.name), ("tokenizer.name", tokenizer.name)) if opens_files else ()
     for dotted, name in named:
-        if name is not None and is_folder_name(name) and not Path(name).exists():
+        if name is not None and is_folder_name(name) and not os.path.exists(name):
             yield dotted, name, "no such folder"
         checkpoints = _checkpoints_of_run(name)
         if checkpoints:
@@ -153,13 +157,14 @@ def _names(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
 
 def _checkpoints_of_run(name: str | None) -> list[Path]:
     """The checkpoints with a model in a folder that holds none itself, in order."""
-    folder = Path(name or "")
-    if name is None or not folder.is_dir() or any((folder / file).is_file() for file in _MODEL_FILES):
+    if name is None or not os.path.isdir(name) or _holds_model(name):
         return []
-    found = [
-        path for path in folder.glob("checkpoint-*") if any((path / file).is_file() for file in _MODEL_FILES)
-    ]
+    found = [path for path in Path(name).glob("checkpoint-*") if _holds_model(path)]
     return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def _holds_model(folder: str | Path) -> bool:
+    return any(os.path.isfile(os.path.join(folder, file)) for file in _MODEL_FILES)
 
 
 def evaluates(training: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, DataError, Problem, refuse
+from windlass.core.errors import CheckpointError, ConfigError, DataError, Problem, refuse
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
@@ -202,32 +202,8 @@ def _refuse_other_base(before: str, now: str) -> None:
     )
 
 
-def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path:
-    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists. A
-    resumed run keeps the one that it began with, also if its data has changed since.
-
-    Raises:
-        ConfigError: a resumed run asks for another base. CheckpointError: its folder cannot be written; on all ranks.
-        KeyboardInterrupt: the user ends its training, which the next call continues.
-    """
-    from windlass.dist.gang import current
-    from windlass.dist.lockstep import together
-    from windlass.trainer.trainer import Trainer
-    from windlass.zero.building import DividedBuilding
-
-    recipe, tokenizer = parts.recipe, parts.tokenizer
-    spec = recipe.base or BaseSpec()
-    folder = Path(args.output_path) / FOLDER
-    texts = list(tuning_texts(first_rows(rows), recipe.data.text_column))
-    settings = _settings_of(spec, recipe.data, args.seed, texts, tokenizer)
-    if _is_kept(folder, settings, parts.resumed):
-        return folder
-    is_main = world_from_environment().is_main
-    logger.warning(
-        "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
-    )
-    set_seed(args.seed)
-    base_args = TrainingArguments(
+def _base_arguments(folder: Path, spec: BaseSpec, args: TrainingArguments) -> TrainingArguments:
+    return TrainingArguments(
         str(folder),
         max_steps=spec.max_steps,
         per_device_train_batch_size=spec.batch_size,
@@ -244,22 +220,55 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         disable_tqdm=args.disable_tqdm,
         log_level="warning",
     )
+
+
+def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path:
+    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists. A
+    resumed run keeps the one that it began with, also if its data has changed since.
+
+    Raises:
+        ConfigError: a resumed run asks for another base. CheckpointError: its folder cannot be written, or is not on
+            all machines; on all ranks.
+        KeyboardInterrupt: the user ends its training, which the next call continues.
+    """
+    from windlass.trainer.session import Session, together
+    from windlass.trainer.trainer import Trainer
+    from windlass.zero.building import DividedBuilding
+
+    recipe, tokenizer = parts.recipe, parts.tokenizer
+    spec = recipe.base or BaseSpec()
+    folder = Path(args.output_path) / FOLDER
+    texts = list(tuning_texts(first_rows(rows), recipe.data.text_column))
+    settings = _settings_of(spec, recipe.data, args.seed, texts, tokenizer)
+    all_ranks = Session.open(args).all_ranks
+    kept = all_ranks.gather_objects(_is_kept(folder, settings, parts.resumed))
+    if all(kept):
+        return folder
+    # A machine that trains it would wait for one that does not; and a new one would not be that of a resumed run.
+    if any(kept):
+        raise CheckpointError(
+            f"{folder} is not on all machines of the job: copy it, or let them share a folder"
+        )
+    is_main = world_from_environment().is_main
+    logger.warning(
+        "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
+    )
+    set_seed(args.seed)
     with DividedBuilding.paused():
         model = new_base(spec, tokenizer)
     trainer = Trainer(
         model,
-        base_args,
+        _base_arguments(folder, spec, args),
         default_data_collator,
         pack(texts, tokenizer, spec.block_size),
         processing_class=tokenizer,
     )
-    # Once the processes have met, so that an error of the first one ends all.
-    together(current(), lambda: _begin_base(folder, settings) if is_main else None, (OSError,))
+    together(all_ranks, lambda: _begin_base(folder, settings) if is_main else None, (OSError,))
     trainer.train(resume_from_checkpoint="auto")
     if trainer.state.global_step < spec.max_steps:
         raise KeyboardInterrupt
     trainer.save_model()
-    together(current(), lambda: _complete_base(folder, settings) if is_main else None, (OSError,))
+    together(all_ranks, lambda: _complete_base(folder, settings) if is_main else None, (OSError,))
     return folder
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.core.activity import looking_for
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import loading
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
 from windlass.recipes.modelling import config_class
@@ -33,11 +34,8 @@ def image_model(recipe: Recipe, tokenizer: Any, seed: int) -> tuple[Any, Any]:
     if name is None:
         return _new_model((recipe.base or BaseSpec()).config, tokenizer, seed)
     transformers = require("transformers", "train on images")
-    try:
-        with looking_for(name):
-            return name, transformers.AutoProcessor.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"the processor of {name!r} cannot be loaded: {error}") from error
+    with loading("processor of", name), looking_for(name):
+        return name, transformers.AutoProcessor.from_pretrained(name)
 
 
 def _new_model(config: dict[str, Any], tokenizer: Any, seed: int) -> tuple[Any, Any]:

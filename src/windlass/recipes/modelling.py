@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.activity import looking_for
-from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean, first_line, refuse
-from windlass.core.locations import why_not_loaded
+from windlass.core.errors import ConfigError, Problem, did_you_mean, first_line, refuse
+from windlass.core.locations import loading
 from windlass.core.optional import require
 from windlass.recipes.schema import ModelSpec
 
@@ -84,7 +84,8 @@ def build_model(
     head = _head(labels)
     if spec.name is not None:
         check_model_type(spec)
-        model = _loaded(auto, spec.name, {**head, "dtype": torch_dtype})
+        with loading("model", spec.name):
+            model = auto.from_pretrained(spec.name, **head, dtype=torch_dtype)
         if text is not None:
             text.check(model.config)
         return model
@@ -112,11 +113,8 @@ def check_model_type(spec: ModelSpec) -> None:
 def model_type_of(name: str) -> str:
     """Return the type in the config of a named model. Raises ModelError if it cannot be read."""
     transformers = require("transformers", "run a recipe")
-    try:
-        with looking_for(name):
-            return str(transformers.AutoConfig.from_pretrained(name).model_type)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the config of the model {name!r} cannot be read: {error}") from error
+    with loading("config of the model", name), looking_for(name):
+        return str(transformers.AutoConfig.from_pretrained(name).model_type)
 
 
 def _head(labels: Sequence[str]) -> dict[str, Any]:
@@ -126,13 +124,6 @@ def _head(labels: Sequence[str]) -> dict[str, Any]:
         "id2label": dict(enumerate(labels)),
         "label2id": {name: index for index, name in enumerate(labels)},
     }
-
-
-def _loaded(auto: Any, name: str, options: dict[str, Any]) -> Any:
-    try:
-        return auto.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
 
 
 def base_config(of_recipe: dict[str, Any]) -> dict[str, Any]:

@@ -168,10 +168,13 @@ def _txt(path: Path, data: DataSpec) -> Iterator[Record]:
 
 
 def _parallel(path: Path, data: DataSpec) -> Iterator[Record]:
-    """Lines of two files: `train.de` and `train.en` for the columns de and en."""
-    name = path.name.replace(f".{data.text_column}", f".{data.target_column}")
-    other = path.with_name(name)
-    if name == path.name or not other.is_file():
+    """Lines of two files: `train.de` and `train.en` for the columns de and en, or `europarl.de-en.de` and
+    `europarl.de-en.en`.
+    """
+    # A whole part of the name, and the last one: others name the pair, or only begin like the column (`x.dev.de`).
+    before, found, after = f"{path.name}.".rpartition(f".{data.text_column}.")
+    other = path.with_name(f"{before}.{data.target_column}.{after}".removesuffix("."))
+    if not found or not other.is_file():
         raise DataError(
             f"{path}: parallel text is a file with .{data.text_column} in its name (data.text_column), and one beside "
             f"it with .{data.target_column} instead (data.target_column)"
@@ -188,7 +191,9 @@ def _parallel(path: Path, data: DataSpec) -> Iterator[Record]:
 def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
     """Each text file below `path` is a record, with the name of its folder as label."""
     endings = (".txt", ".text", ".md")
-    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
+    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
+    # Hidden ones are of other programs: `.ipynb_checkpoints` is not a class.
+    files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     for file in first_of_folders(files, data.max_samples):
         for where, values in _txt(file, data):
             yield where, {**values, data.label_column: file.parent.name}

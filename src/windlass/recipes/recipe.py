@@ -163,7 +163,7 @@ def open_recipe(
 
         check_installed("transformers", "run a recipe", extra="train")
         wrong: list[Problem] = []
-        _section(Recipe, draft.values, (), draft, wrong)
+        checked_section(Recipe, draft.values, (), draft, wrong)
         if not wrong:  # else a value may be of any type; the check of the whole reports them with all others
             shrink(draft)
     return check_draft(draft, asks_libraries=asks_libraries), draft
@@ -191,7 +191,7 @@ def check_draft(draft: RecipeDraft, *, opens_files: bool = True, asks_libraries:
     ConfigError with all problems found.
     """
     problems = list(draft.problems)
-    recipe: Recipe = _section(Recipe, draft.values, (), draft, problems)
+    recipe: Recipe = checked_section(Recipe, draft.values, (), draft, problems)
     training, unfit = merge_parallel(recipe.training, recipe.parallel, draft)
     problems += unfit
     defaults = TASKS[recipe.task].training_defaults(recipe)
@@ -219,7 +219,7 @@ def _own_data(draft: RecipeDraft) -> str | None:
         return None
     own, kind = str(data["train"]), data.get("format")
     # A file that does not exist is one by its name: datasets of a hub have no such ending.
-    if kind in BUILT_IN or (kind in PATHLESS and (Path(own).exists() or Path(own).suffix in ENDINGS)):
+    if kind in BUILT_IN or (kind in PATHLESS and (os.path.exists(own) or Path(own).suffix in ENDINGS)):
         for key in ("format", "subset", "split", "eval_split"):
             if not draft.is_overridden("data", key):
                 data.pop(key, None)
@@ -243,7 +243,7 @@ def _name_the_run(draft: RecipeDraft, name: str) -> None:
         training.setdefault("log_level", "warning")  # the command prints its own messages
 
 
-def _section(
+def checked_section(
     kind: type, tree: Mapping[str, Any], path: Keys, draft: RecipeDraft, problems: list[Problem]
 ) -> Any:
     """Build dataclass `kind` from `tree`; invalid values are added to `problems` and replaced by the default."""
@@ -257,7 +257,7 @@ def _section(
             problems.append(Problem(label, value, _unknown(key, path, known)))
         elif value is not None and (kind, key) in NESTED:
             if isinstance(value, Mapping):
-                values[key] = _section(NESTED[kind, key], value, here, draft, problems)
+                values[key] = checked_section(NESTED[kind, key], value, here, draft, problems)
             else:
                 keys = ", ".join(field_names(NESTED[kind, key]))
                 problems.append(Problem(label, value, f"must be a section with keys out of: {keys}"))

@@ -5,9 +5,9 @@ Everything that the command line sets itself stays. The rest of the rule is in t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
@@ -115,7 +115,7 @@ def _shrink_data(draft: RecipeDraft, task: Task) -> None:
     """Put rows of this package in place of data that is not in a file here, unless the command line names it."""
     data = draft.section("data")
     named = [*(data.get("mixture") or ()), *(data[key] for key in ("train", "eval", "test") if data.get(key))]
-    is_here = data.get("format") != "hub" and all(Path(str(source)).exists() for source in named)
+    is_here = data.get("format") != "hub" and all(os.path.exists(str(source)) for source in named)
     if not is_here and not any(draft.is_overridden("data", key) for key in ("train", "mixture")):
         logger.warning("--tiny: rows made for it in place of %s", ", ".join(map(str, named)))
         kept = {key: data[key] for key in _OF_SAMPLES if key in data}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.core.activity import looking_for
-from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.locations import why_not_loaded
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import loading
 from windlass.core.optional import require
 from windlass.recipes.schema import Recipe, TokenizerTraining
 
@@ -70,11 +70,8 @@ def build_tokenizer(
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a name or folder. Raises ModelError if it cannot be loaded."""
     transformers = require("transformers", "load a tokenizer")
-    try:
-        with looking_for(name):
-            return transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
+    with loading("tokenizer", name), looking_for(name):
+        return transformers.AutoTokenizer.from_pretrained(name)
 
 
 def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:

@@ -13,7 +13,7 @@ from windlass.finetuning.prepared_text import text_options
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_data import holds_images, trains_on_completions
 from windlass.finetuning.templates import take_over_template
-from windlass.recipes.arranged_rows import arranged
+from windlass.recipes.arranged_rows import arranged, formats_of
 from windlass.recipes.readers import Record, read_records, texts
 from windlass.recipes.schema import DataSpec, Recipe, RecipeParts, TokenizerTraining, format_of
 from windlass.recipes.splits import load_records
@@ -98,6 +98,9 @@ def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> RecipeParts:
         rows = rows.skip(data.eval_rows)
     if data.max_samples is not None:
         rows = rows.take(data.max_samples)
+    if next(iter(rows), None) is None:
+        held_out = "" if data.eval_rows is None else f" beside the {data.eval_rows} of data.eval_rows"
+        raise DataError(f"{data.train}: the stream has no rows{held_out}")
     tokenizer = tuning_tokenizer(recipe, rows, saved_tokenizer)
     return RecipeParts(recipe, tokenizer, rows, held or None, resumed=saved_tokenizer is not None)
 
@@ -155,7 +158,7 @@ def tuning_rows(records: Sequence[Record], data: DataSpec) -> LocatedRows:
     places = [where for where, _ in records]
     if data.rename or data.messages or data.prompt_format:
         records = [(where, arranged(where, values, data)) for where, values in records]
-    if data.prompt_format is not None and data.completion_column is not None:
+    if formats_of(data) and data.completion_column is not None:
         answers = texts(list(records), data.completion_column)
         formatted = zip(records, answers, strict=True)
         return LocatedRows(

@@ -26,15 +26,20 @@ class Float:
             return min(max(math.exp(exponent), self.low), self.high)
         if self.step is None:
             return generator.uniform(self.low, self.high)
-        return generator.choice(self.points())
+        return self._point(generator.randrange(self._count))  # not of all points: a small step has billions
 
     def points(self) -> list[float]:
         """The values of a grid; none without a step."""
-        if self.step is None:
-            return []
-        # Rounding may make (0.3 - 0.1) / 0.1 a little less than 2, and 0.1 + 2 * 0.1 a little more than 0.3.
-        count = int((self.high - self.low) / self.step + 1e-9) + 1
-        return [min(self.low + self.step * number, self.high) for number in range(count)]
+        return [] if self.step is None else [self._point(number) for number in range(self._count)]
+
+    # Rounding may make (0.3 - 0.1) / 0.1 a little less than 2, and 0.1 + 2 * 0.1 a little more than 0.3.
+
+    @property
+    def _count(self) -> int:
+        return int((self.high - self.low) / (self.step or 1) + 1e-9) + 1
+
+    def _point(self, number: int) -> float:
+        return min(self.low + (self.step or 1) * number, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,8 @@ def checked(name: str, distribution: Distribution) -> Distribution:
         problem = None if distribution.choices else "must have at least one value"
     elif not distribution.low <= distribution.high:
         problem = "low must be at most high"
+    elif math.inf in (abs(distribution.low), abs(distribution.high)):
+        problem = "low and high must be finite"
     elif distribution.log and distribution.low <= 0:
         problem = "low must be above 0 with log=True"
     elif distribution.log and distribution.step != (1 if isinstance(distribution, Int) else None):

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +73,19 @@ def replaced(instance: object, *names: str) -> frozenset[str]:
     )
 
 
-def loss_hooks(trainer: Trainer) -> LossHooks:
-    """The methods that compute and count a loss."""
+def loss_hooks(trainer: Trainer, owner: type[Trainer]) -> LossHooks:
+    """The methods that compute and count a loss. `owner` is the class whose methods are the defaults."""
+    prepare = trainer._prepare_inputs
+    own_loss = trainer.compute_loss_func is not None or overrides(trainer, owner, "compute_loss")
+    if own_loss and overrides(trainer, owner, "_prepare_inputs"):
+        # The script's may sample, or count its calls: it prepares the batches of steps alone. Measuring the model's
+        # own loss needs what it makes of a batch, too.
+        prepare = partial(owner._prepare_inputs, trainer)
     return LossHooks(
         compute_loss=trainer.compute_loss,
         training_step=trainer.training_step,
         count_targets=trainer.count_targets,
-        prepare_inputs=trainer._prepare_inputs,
+        prepare_inputs=prepare,
         autocast=trainer.autocast_smart_context_manager,
     )
 
@@ -162,14 +169,14 @@ class TrainHooks:
     def __init__(
         self,
         trainer: Trainer,
-        owner: type,
+        owner: type[Trainer],
         ignore_keys: list[str] | None,
         evaluator: Evaluator,
         evaluations: EvaluationPlan,
     ) -> None:
         self._trainer, self._ignore_keys = trainer, ignore_keys
         self._evaluator, self._evaluations = evaluator, evaluations
-        self.model, self.loss = trainer.model, loss_hooks(trainer)
+        self.model, self.loss = trainer.model, loss_hooks(trainer, owner)
         self.training_step: TrainingStep = trainer.run_micro_step
         self.overridden = replaced(trainer, *WATCHED)
         self.absent = absent_in_save(trainer, owner)

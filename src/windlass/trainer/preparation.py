@@ -130,7 +130,7 @@ def begin_call(
     if not args.skip_memory_metrics:
         session.memory.begin(stage, within=trainer.is_in_train)
     services.engine.take_model(trainer.model)
-    settings, bound = loss_settings(trainer, owner), loss_hooks(trainer)
+    settings, bound = loss_settings(trainer, owner), loss_hooks(trainer, owner)
     services.loss.adopt(settings, bound)
     if stage == "train":
         check_smoothing(settings.smoothing, bound.compute_loss, settings.function)

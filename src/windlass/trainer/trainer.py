@@ -170,7 +170,7 @@ class Trainer:
             self._session, self._plans, self.accelerator, self._engine, callback_handler
         )
         self._services.loss.take_model(self.model, self.label_names)
-        self._services.loss.adopt(hooks.loss_settings(self, Trainer), hooks.loss_hooks(self))
+        self._services.loss.adopt(hooks.loss_settings(self, Trainer), hooks.loss_hooks(self, Trainer))
         for last in defaults.last_callbacks(self.args):
             self.add_callback(last)
         self._session.memory.end("init")
@@ -297,8 +297,12 @@ class Trainer:
 
     @property
     def callback_handler(self) -> CallbackHandler:
-        """The callbacks."""
+        """The callbacks. A script may assign a handler of its own, of a class derived from this one."""
         return self._services.events.handler
+
+    @callback_handler.setter
+    def callback_handler(self, value: CallbackHandler) -> None:
+        self._services.events.handler = value
 
     def add_callback(self, callback: Any) -> None:
         """Append a callback: an instance, or a class that can be built without arguments.
@@ -877,7 +881,7 @@ class Trainer:
             loss_only=prediction_loss_only,
             predicting=description == "Prediction",
         )
-        return self._services.evaluator.run(dataloader, described, hooks.loss_hooks(self))
+        return self._services.evaluator.run(dataloader, described, hooks.loss_hooks(self, Trainer))
 
     def _divide_in_stages(self) -> None:
         """Divide a model that a pipeline is to train, if it is not divided yet. Collective."""

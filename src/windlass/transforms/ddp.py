@@ -169,10 +169,17 @@ class _Parameters(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._trained = [p for p in module.parameters() if p.requires_grad and not is_sharded(p)]
+        tables = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
+        self._sparse = {table.weight for table in tables if table.sparse}
 
     def forward(self, _: None) -> Tensor:
-        sums = [(torch.view_as_real(p) if p.is_complex() else p).sum().float() for p in self._trained]
-        return torch.stack(sums).sum()
+        return torch.stack([self._part(parameter).sum().float() for parameter in self._trained]).sum()
+
+    def _part(self, parameter: nn.Parameter) -> Tensor:
+        if parameter in self._sparse:  # the wrapper takes no dense gradient of it
+            row = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+            return nn.functional.embedding(row, parameter, sparse=True)
+        return torch.view_as_real(parameter) if parameter.is_complex() else parameter
 
 
 def _settle(wrapper: Replicated) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -56,7 +57,23 @@ class HeldInParts(Strategy):
         for (count, _), parts in groups.items():
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
             total += (norm.double().square() / count).to(total.device)
-        return self._sum_of_norm(total).sqrt().to(gradients[0].dtype if gradients else total.dtype)
+        return self._sum_of_norm(total).sqrt().to(_widest(gradients))
+
+    def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._norm_device)
+        for gradient, part in zip(gradients, locals_of(gradients), strict=True):
+            # A rank may have no rows of a parameter, of which none is the largest.
+            if not part.numel():
+                continue
+            norm = torch.linalg.vector_norm(part, order).to(total)
+            if math.isinf(order):
+                # A maximum over ranks may lose a NaN.
+                total = torch.maximum(total, norm.nan_to_num(nan=torch.inf))
+            else:
+                total += norm**order / self._copies_of(gradient)
+        if math.isinf(order):
+            return self._stage_ranks.max_on_device(total).to(_widest(gradients))
+        return (self._sum_of_norm(total) ** (1 / order)).to(_widest(gradients))
 
     def square(self, gradient: Tensor) -> Tensor:
         [mine] = locals_of([gradient])
@@ -78,3 +95,8 @@ class HeldInParts(Strategy):
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
         return whole_on_main(self.module, self._stage_ranks.world.is_main)
+
+
+def _widest(gradients: list[Tensor]) -> torch.dtype:
+    """The dtype of a norm. Not that of the first gradient: it may be complex, and ranks have different ones."""
+    return reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients), torch.float32)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from windlass.core.tensors import laid_out_as
+from windlass.dist.sharded import is_sharded
 from windlass.transforms.staged_model import StagedModel
 
 
@@ -154,6 +156,10 @@ class PipelineStage:
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of parameters that were left."""
         self._weight_work.pop(bwd_chunk_id)()
+        for parameter in self._staged.parameters_of(self.stage_index):
+            # PyTorch's schedules set the gradient as the operators return it, and autograd in the parameter's strides.
+            if parameter.grad is not None and not is_sharded(parameter):
+                parameter.grad = laid_out_as(parameter.grad, parameter)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor]:
         """The gradient for the stage before, which is on this rank."""

@@ -45,8 +45,9 @@ class Replicas(Strategy):
         self._ready: set[int] = set()
         self._next = 0
         self._recorded: list[nn.Parameter] | None = None
-        # Before forwards; rank 0's are saved with the weights.
+        # Before the first forward of an update, so that between updates rank 0's, which are saved, are all that count.
         self._shares = plan.broadcast_buffers is not False
+        self._begins = True  # an update
         self.own.differs = loss_ranks.size > 1 and not self._shares
         self._sharing = False
         self._hook = module.register_forward_pre_hook(self._before_forward)
@@ -59,9 +60,11 @@ class Replicas(Strategy):
     def micro(self, last: bool) -> Iterator[None]:
         self._ready.clear()
         self._next = 0
-        self._sharing = self._shares and last
+        # After an error another update begins.
+        self._sharing, self._begins = self._shares and self._begins, True
         try:
             yield
+            self._begins = last
         finally:
             self._sharing = False
 

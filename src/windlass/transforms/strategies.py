@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from windlass.config.plan import DistPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import check_sparse
 from windlass.transforms.few_bits import keep_trainable
-from windlass.transforms.strategy import Strategy
+from windlass.transforms.strategy import Strategy, embedding_problems
 
 
 def spread(
@@ -61,6 +61,9 @@ def _spread(
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
     # Before anything is divided: a module stays as it was divided, also after an error.
     stages = 1 if plan.pipeline is None else plan.pipeline.size
+    divided = plan.strategy == "fsdp" or max(plan.tensor, plan.expert, stages) > 1
+    if divided or loss_ranks.size > 1:
+        refuse(embedding_problems(module, divided))
     for field, size in (("tp_size", plan.tensor), ("ep_size", plan.expert), ("pp_size", stages)):
         if in_backward and size > 1:
             fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"

@@ -56,6 +56,7 @@ class Strategy:
         # Asked once: `total_norm` runs in each update, and kernels over lists take tensors of one device.
         devices = {p.device for p in module.parameters() if p.requires_grad}
         self._one_device = len(devices) <= 1
+        self._has_sparse = any(getattr(part, "sparse", False) for part in module.modules())
 
     @property
     def model(self) -> nn.Module:
@@ -82,10 +83,21 @@ class Strategy:
         """
         if not gradients:
             return torch.zeros((), device=device_of(self.module))
+        gradients = self._values(gradients)
         if self._one_device:
             norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
             return norms
         return torch.nn.utils.get_total_norm(gradients)
+
+    def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
+        """As `total_norm`, of another order than 2; infinity is the largest magnitude."""
+        return torch.nn.utils.get_total_norm(self._values(gradients), order)
+
+    def _values(self, gradients: list[Tensor]) -> list[Tensor]:
+        if not self._has_sparse:
+            return gradients
+        # Coalesced, because a row of an embedding may be in a sparse one more than once.
+        return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         """This rank's parts of them as plain tensors that share their memory, to be scaled in place."""
@@ -96,8 +108,9 @@ class Strategy:
         local = self.local(gradients)
         if not local:
             return
-        # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
-        factor = factor.to(torch.promote_types(local[0].dtype, torch.float32))
+        # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %. And real: a real
+        # gradient beside complex ones takes no complex factor.
+        factor = factor.to(torch.promote_types(local[0].dtype.to_real(), torch.float32))
         if not self.sharded:
             torch._foreach_mul_(local, factor)
             return
@@ -231,6 +244,26 @@ def unfrozen() -> ModelError:
         "ranks: let them require gradients before train(), in a group of the optimizer whose learning rate is 0 until "
         "they are to be trained"
     )
+
+
+def embedding_problems(module: nn.Module, divided: bool) -> list[Problem]:
+    """A problem for each trained embedding that several ranks cannot train as one process does. `divided`: ranks have
+    parts of the parameters.
+    """
+    problems = []
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.weight.requires_grad:
+            continue
+        if part.max_norm is not None:
+            fix = (
+                "rewrites the rows that a forward reads, on the rank that reads them alone: train with one process, or "
+                "normalize rows in the forward"
+            )
+            problems.append(Problem(f"model.{name}.max_norm", part.max_norm, fix))
+        if part.sparse and divided:
+            fix = "has gradients that are not dense, which a divided model cannot reduce: build it with sparse=False"
+            problems.append(Problem(f"model.{name}.sparse", True, fix))
+    return problems
 
 
 def options_of_ddp(plan: DistPlan, fix: str, besides: str) -> list[Problem]:

@@ -106,6 +106,11 @@ class ZeroEngine:
         device: torch.device,
     ) -> None:
         module = self._module
+        for parameter in module.parameters():
+            # DeepSpeed sends parameters as bytes, and refuses those that do not lie in the order of their axes, or
+            # whose last axis, of size 1, has another stride, which `contiguous` would leave.
+            if parameter.dim() and not (parameter.is_contiguous() and parameter.stride(-1) == 1):
+                parameter.data = parameter.data.reshape(-1).view(parameter.shape)
         if has_param_files(config) and precision_of(config) is None and not is_divided(module):
             # `initialize` gives `Init` a dtype, and `Init._set_dtype` (deepspeed.runtime.zero.partition_parameters)
             # replaces it by bf16 on a device without fp16, so files would have rounded values. Of a configuration it

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from windlass.checkpoint.names import shorten
 from windlass.config.plan import ZeroPlan
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.module_state import bare, customizes_state, let_go
 from windlass.core.run_clock import COMPUTE, UPDATE, run_clock
 from windlass.core.types import State
@@ -21,7 +21,7 @@ from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepHooks, StepResult, WeightAverage
-from windlass.transforms.strategy import Strategy
+from windlass.transforms.strategy import Strategy, embedding_problems
 from windlass.zero.flat_optimizer import ZeroOptimizer
 from windlass.zero.library import ZeroEngine
 from windlass.zero.zero_model import ZeroModel
@@ -242,6 +242,7 @@ def _check_model(module: nn.Module) -> None:
             f"{type(bare(module)).__name__} overrides how its state dict is made or loaded, which checkpoints under "
             "DeepSpeed do not call: remove the override, or train without DeepSpeed"
         )
+    refuse(embedding_problems(module, divided=True))
     whole = (
         (name, getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in module.named_parameters()
@@ -251,4 +252,10 @@ def _check_model(module: nn.Module) -> None:
         raise ModelError(
             f"the model has parameters without dimensions, which DeepSpeed cannot divide: {shorten(scalars)}. Give "
             "them the shape [1] (torch.ones(1), not torch.tensor(1.0)), or train without DeepSpeed"
+        )
+    mixed = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
+    if mixed:
+        raise ModelError(
+            f"the model has complex parameters, which DeepSpeed cannot join with real ones: {shorten(mixed)}. Train "
+            "without DeepSpeed; fsdp=True leaves them whole"
         )

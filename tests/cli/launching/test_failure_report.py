@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from windlass.cli.launching.failure_report import Incident, RankFacts, describe, exit_code
+from windlass.cli.launching.failure_report import Incident, LostMachine, RankFacts, describe, exit_code
 from windlass.dist.beacon import Mark
 
 PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:918"
+TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete"
 
 
 def facts(
@@ -98,6 +99,15 @@ def test_after_an_exception_the_code_is_pythons_though_the_process_aborted_later
 def test_a_stall_and_an_unknown_cause_have_codes_of_their_own() -> None:
     assert exit_code(Incident("stalled", [facts(0, "running")])) == 124
     assert exit_code(Incident("abandoned", [])) == 1
+
+
+@pytest.mark.parametrize("other", [facts(1, "running"), failed(1, TIMED_OUT, time=2.0)])
+def test_ranks_that_waited_longer_than_a_collective_may_take_end_with_that_of_a_stall(
+    other: RankFacts,
+) -> None:
+    assert exit_code(Incident("failed", [failed(0, TIMED_OUT), other])) == 124
+    assert exit_code(Incident("failed", [failed(0, TIMED_OUT), failed(1, "KeyError: 'x'")])) == 1
+    assert exit_code(Incident("failed", [failed(0, TIMED_OUT)], [LostMachine(1, "b", 40.0)])) == 69
 
 
 def test_an_incident_survives_its_way_to_another_machine() -> None:

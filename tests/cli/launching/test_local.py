@@ -38,6 +38,15 @@ def test_the_first_rank_that_failed_is_named_with_its_step_call_and_traceback(tm
 
 
 @pytest.mark.dist
+def test_a_script_that_changes_its_working_directory_loses_no_report(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nos.chdir('/')\nraise ValueError('row 17 is damaged')\n")
+    words = ("launch", "--cpu", "--num_processes", 1, "--log_dir", "logs", "script.py")
+    code, said = end_of("windlass", *words, cwd=tmp_path, environ={"WINDLASS_HOME": "/nowhere"})
+    assert code == 1
+    assert "the job failed: rank 0 raised ValueError: row 17 is damaged" in said
+
+
+@pytest.mark.dist
 def test_a_rank_that_leaves_early_is_named_though_another_failed() -> None:
     code, said = launch("leaves")
     assert code == 1

@@ -176,7 +176,8 @@ class Incident:
 
 
 def exit_code(incident: Incident) -> int:
-    """Return the launcher's exit code: the culprit's own, 128 + signal if it was killed, 124 after a stall.
+    """Return the launcher's exit code: the culprit's own, 128 + signal if it was killed, 124 after a stall, or if ranks
+    waited for others longer than a collective may take.
 
     After an exception it is 1, Python's own, even if the process aborted during shutdown.
     """
@@ -185,6 +186,8 @@ def exit_code(incident: Incident) -> int:
     if incident.is_of_lost_machine:
         return EXIT_UNREACHABLE
     culprit = incident.culprit
+    if culprit is not None and (culprit.timed_out or culprit.ending == "running"):
+        return EXIT_STALLED
     if culprit is None or culprit.message or not culprit.exit_code:
         return 1
     return culprit.exit_code if culprit.exit_code > 0 else 128 - culprit.exit_code

@@ -69,7 +69,7 @@ def launch_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     """Merge flags, environment and launch file, in this order of precedence; each value keeps its origin."""
     said = vars(options)
     named = said.get("config_file")
-    path, note = (named, "") if named else find_file(environ)
+    path, note = find_file(environ) if named is None else (named, "")
     file = Settings() if path is None else from_file(path)
     settings = merge(from_flags(said), from_environment(environ), file)
     if note:

@@ -159,14 +159,14 @@ def _script(plan: LaunchPlan) -> Iterator[Problem]:
     if plan.module and plan.no_python:
         yield Problem("--no_python", True, "contradicts --module: the script is a program or a module")
     elif plan.no_python:
-        if shutil.which(plan.script) is None and not Path(plan.script).is_file():
+        if shutil.which(plan.script) is None and not os.path.isfile(plan.script):
             yield Problem("script", plan.script, "is not a program that can be found; give its path")
     elif plan.module:
         if not _is_module(plan.script):
             yield Problem(
                 "script", plan.script, "is not a module that can be imported; is its folder on PYTHONPATH?"
             )
-    elif not Path(plan.script).is_file():
+    elif not os.path.isfile(plan.script):
         fix = (
             f"is not a file in {Path.cwd()}; give the path of a script, or --module with the name of a module"
         )
@@ -195,7 +195,7 @@ def _is_module(name: str) -> bool:
     # Only the package: to look for a module in it would import the package, and with it much of the script.
     first = name.partition(".")[0]
     # The working directory is on the path of the script, and not always on that of the launcher.
-    if Path(f"{first}.py").is_file() or Path(first).is_dir():
+    if os.path.isfile(f"{first}.py") or os.path.isdir(first):
         return True
     try:
         return importlib.util.find_spec(first) is not None

@@ -175,10 +175,12 @@ def _folder(plan: LaunchPlan) -> Path:
     try:
         if plan.log_dir is None:
             return Path(tempfile.mkdtemp(prefix="windlass-launch-"))
-        return _new_folder(Path(plan.log_dir), f"{socket.gethostname()}-{os.getpid()}")
+        # Absolute, because the processes write into it, and a script may change its working directory.
+        parent = Path(plan.log_dir).expanduser().absolute()
+        return _new_folder(parent, f"{socket.gethostname()}-{os.getpid()}")
     except OSError as error:
         fix = f"cannot hold the files of the processes ({error}); name a folder that can be written"
-        raise ConfigError([Problem("--log_dir", plan.log_dir or tempfile.gettempdir(), fix)]) from error
+        raise ConfigError(Problem("--log_dir", plan.log_dir, fix)) from error
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -113,14 +113,12 @@ def _saved_config(name: str) -> Any:
     transformers = require("transformers", "prove a layout")
     try:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error)
-        fix = "give its config.json: windlass prove FOLDER/config.json"
-        raise ModelError(
-            f"the configuration of the model {name!r} is not on this machine; {fix} ({reason})"
-        ) from error
     except Exception as error:  # some configurations compute with their values before they check them
-        raise ModelError(f"the configuration of the model {name!r} is wrong: {named(error)}") from error
+        whose = f"the configuration of the model {name!r}"
+        if Path(name).is_dir() or not isinstance(error, OSError | ValueError | KeyError):
+            raise ModelError(f"{whose} is wrong: {named(error)}") from error
+        fix = "give its config.json: windlass prove FOLDER/config.json"
+        raise ModelError(f"{whose} is not on this machine; {fix} ({first_line(error)})") from error
 
 
 def _layout(args: TrainingArguments) -> AxisLayout:

@@ -35,9 +35,11 @@ freed as soon as no module holds it.
 
 def device_of(place: Place) -> torch.device:
     """`place` as a torch device with an index: `cuda` is the current device, on which PyTorch puts what goes there."""
-    device, accelerator = torch.device(place), torch.accelerator.current_accelerator()
+    device = torch.device(place)
     if device.index is not None or device.type in ("cpu", "meta", "mps"):
         return device
+    # A build for CUDA names it also on a machine that has none.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = accelerator is not None and accelerator.type == device.type
     return torch.device(device.type, torch.accelerator.current_device_index() if here else 0)
 

@@ -76,21 +76,18 @@ class AnyPrecisionAdamW(ElementwiseOptimizer):
             scale = (variance.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
             update = weight.float() * (-group["lr"] * group["weight_decay"])
             updates.append(update.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step)))
-        self._add(batch, updates, steps)
+        self._add(batch, updates, steps, next(i for i, own in enumerate(self.param_groups) if own is group))
 
-    def _add(self, batch: Batch, updates: list[Tensor], steps: list[int]) -> None:
+    def _add(self, batch: Batch, updates: list[Tensor], steps: list[int], group: int) -> None:
         if self._compensates:
             add_compensated_(batch.weights, batch.column("compensation"), updates)
             return
-        half = [self._rounds and weight.dtype == torch.bfloat16 for weight in batch.weights]
-        rows = list(zip(batch.weights, updates, batch.parameters, batch.positions, steps, half, strict=True))
-        add_stochastically_(
-            [row[0] for row in rows if row[5]],
-            [row[1] for row in rows if row[5]],
-            [seed_of(row[2], row[3], row[4]) for row in rows if row[5]],
-        )
-        for weight, update in ((row[0], row[1]) for row in rows if not row[5]):
-            weight.add_(update)  # in fp32, rounded once
+        rows = zip(batch.weights, updates, batch.parameters, batch.positions, steps, strict=True)
+        for weight, update, parameter, position, step in rows:
+            if self._rounds and weight.dtype == torch.bfloat16:
+                add_stochastically_(weight, update, seed_of(parameter, group, position, step))
+            else:
+                weight.add_(update)  # in fp32, rounded once
 
 
 anyprecision = recipe_of(

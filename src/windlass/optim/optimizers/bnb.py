@@ -13,6 +13,7 @@ from windlass.core.optional import require
 from windlass.dist.sharded import check_takes_parts
 from windlass.optim.optimizers.ademamix import ademamix_options
 from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.per_parameter import refuse_complex
 
 
 def bnb_adamw(plan: OptimizerPlan) -> Recipe:
@@ -54,6 +55,7 @@ def _with_start_state(base: Callable[..., Any], name: str) -> type[torch.optim.O
     class WithStartState(base):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(params, *args, **kwargs)
+            refuse_complex(self)
             check_takes_parts(self, "optim", name)
 
         def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 class Batch:
     """The parameters of one group that have gradients, with their gradients and states; sharded ones as this rank's
-    parts.
+    parts, complex ones as pairs of real numbers.
 
     Attributes:
         parameters: as the group has them.
@@ -34,12 +34,12 @@ class Batch:
         chosen = [(i, p) for i, p in enumerate(group["params"]) if p.grad is not None]
         self.positions = [i for i, _ in chosen]
         self.parameters: list[Tensor] = [p for _, p in chosen]
-        self.weights = locals_of(self.parameters)
-        self.gradients = locals_of([p.grad for p in self.parameters if p.grad is not None])
+        self.weights = _real(locals_of(self.parameters))
+        self.gradients = _real(locals_of([p.grad for p in self.parameters if p.grad is not None]))
         self.states = [states[p] for p in self.parameters]
 
     def column(self, name: str) -> list[Tensor]:
-        return locals_of([state[name] for state in self.states])
+        return _real(locals_of([state[name] for state in self.states]))
 
     def advance(self) -> list[int]:
         """Add 1 to `step` of each state; return the new values."""
@@ -50,6 +50,11 @@ class Batch:
     def sums(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each of `values` over the whole parameter, as scalars. Collective if parameters are sharded."""
         return sum_of_parts([value.sum() for value in values], self.parameters)
+
+
+def _real(tensors: list[Tensor]) -> list[Tensor]:
+    # As in torch's optimizers: the square of a complex gradient would be no second moment of it.
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
 class ElementwiseOptimizer(CopiedOptimizer):
@@ -90,7 +95,9 @@ class ElementwiseOptimizer(CopiedOptimizer):
 
 
 def zeros(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros of the parameter's shape, sharded as it is."""
+    """Zeros of the parameter's shape, sharded and complex as it is."""
+    if dtype is not None and parameter.is_complex():
+        dtype = dtype.to_complex()
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
 

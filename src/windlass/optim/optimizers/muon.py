@@ -95,7 +95,7 @@ class MuonWithAdamW(CopiedOptimizer):
                 arranged.append(group)
                 continue
             for use in (True, False):
-                fitting = [p for p in group["params"] if (p.dim() == 2 and p not in others) == use]
+                fitting = [p for p in group["params"] if (_is_matrix(p) and p not in others) == use]
                 arranged.append({**group, "params": fitting, "use_muon": use})
         return [group for group in arranged if group["params"]]
 
@@ -176,6 +176,11 @@ def orthogonalized(
         gram = found @ found.T
         found = a * found + (b * gram + c * (gram @ gram)) @ found
     return found.T if tall else found
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    """Return True for a real one: Newton-Schulz iterations in bfloat16 would drop the imaginary part."""
+    return parameter.dim() == 2 and not parameter.is_complex()
 
 
 def _outer_parameters(model: nn.Module) -> Iterator[Tensor]:

@@ -6,8 +6,6 @@ what was lost to the next update; stochastic rounding rounds up with the probabi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,26 +23,25 @@ def add_compensated_(weights: list[Tensor], errors: list[Tensor], updates: list[
     torch._foreach_add_(errors, before)
 
 
-def add_stochastically_(weights: list[Tensor], updates: list[Tensor], seeds: Sequence[int]) -> None:
-    """`weights += updates`, rounded to bf16 upwards or downwards at random, unbiased (arXiv:2010.06192).
+def add_stochastically_(weight: Tensor, update: Tensor, seed: int) -> None:
+    """`weight += update`, rounded to bf16 upwards or downwards at random, unbiased (arXiv:2010.06192).
 
     Args:
-        weights: bf16.
-        updates: fp32.
-        seeds: one for each weight; equal seeds give equal results. On PyTorch/XLA, which has no generators but that of
-            its device, that one draws: its state is the seed.
+        weight: bf16.
+        update: fp32.
+        seed: equal seeds give equal results. On PyTorch/XLA, which has no generators but that of its device, that one
+            draws: its state is the seed.
     """
-    for weight, update, seed in zip(weights, updates, seeds, strict=True):
-        exact = weight.float() + update
-        weight.copy_(round_up_or_down(exact, _noise(exact, seed)))
+    exact = weight.float() + update
+    weight.copy_(round_up_or_down(exact, _noise(exact, seed)))
 
 
-def seed_of(parameter: Tensor, position: int, step: int) -> int:
-    """A seed that differs between updates, parameters and parts of a parameter, and is equal on ranks that have the
-    same part: their copies stay equal.
+def seed_of(parameter: Tensor, group: int, position: int, step: int) -> int:
+    """A seed that differs between updates, parameters (by their group and position in it) and parts of a parameter, and
+    is equal on ranks that have the same part: their copies stay equal.
     """
     seed = step
-    for number in (position, *part(parameter).offsets):
+    for number in (group, position, *part(parameter).offsets):
         # Generators take seeds of 64 bits at most.
         seed = (seed * 1_000_003 + number + 1) % (1 << 61)
     return seed

@@ -89,7 +89,9 @@ class StableAdamW(ElementwiseOptimizer):
         )
         # In fp32, because eps**2 underflows in half precision.
         ratios = [g.float() / s.float().clamp(min=eps**2) for g, s in zip(grown, squares, strict=True)]
-        means = [total / p.numel() for total, p in zip(batch.sums(ratios), batch.parameters, strict=True)]
+        # Not of `ratios`, which are of this rank's parts.
+        counts = [p.numel() * (2 if p.is_complex() else 1) for p in batch.parameters]
+        means = [total / count for total, count in zip(batch.sums(ratios), counts, strict=True)]
         rates = [group["lr"] / mean.sqrt().clamp(min=1.0) for mean in means]
         base = group["max_lr"] if group["decouple_lr"] else 1.0
         rows = zip(batch.weights, moments, squares, rates, batch.states, strict=True)

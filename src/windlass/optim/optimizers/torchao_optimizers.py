@@ -13,6 +13,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.dist.sharded import copies, is_even, is_sharded
 from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.per_parameter import refuse_complex
 
 _OPTIONS: dict[str, type] = {"block_size": int, "bf16_stochastic_round": bool}
 _DIVERGES = (
@@ -37,6 +38,7 @@ def _checked(base: Callable[..., Any]) -> type[torch.optim.Optimizer]:
     class Checked(base):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(params, *args, **kwargs)
+            refuse_complex(self)
             self.keeps_small_updates = self.bf16_stochastic_round
             if self.bf16_stochastic_round and any(
                 _has_copies(p) for group in self.param_groups for p in group["params"]

@@ -11,7 +11,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.recipes.arranged_rows import columns_of, formats_of
 from windlass.recipes.built_in_recipes import CHAT, ROWS
-from windlass.recipes.schema import DIGITS, PLAIN_TEXT, STREAMED, Recipe, RecipeParts, format_of
+from windlass.recipes.schema import DIGITS, PLAIN_TEXT, STREAMED, DataSpec, Recipe, RecipeParts, format_of
 from windlass.recipes.task import Conflict, Task, tuning_conflicts
 from windlass.text.forms import ROLES
 
@@ -60,15 +60,16 @@ class SupervisedTuning(Task):
                 data.eval_rows,
                 "is for streams; set data.streaming, or data.eval_fraction",
             )
-        if data.prompt_format is not None and data.prompt_column is not None:
+        formats = formats_of(data)
+        if formats and data.prompt_column is not None:
             fix = "is a part of data.prompt_format; name only one of the two"
             yield "data.prompt_column", data.prompt_column, fix
-        has_prompt = data.prompt_column is not None or data.prompt_format is not None
+        has_prompt = data.prompt_column is not None or bool(formats)
         if has_prompt != (data.completion_column is not None):
             missing = "completion_column" if has_prompt else "prompt_column"
             fix = "prompts and completions need a column each; name both or neither"
             yield f"data.{missing}", None, fix
-        for text in formats_of(data):
+        for text in formats:
             try:
                 columns_of(text)
             except ValueError as error:
@@ -107,6 +108,15 @@ def _stream_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     elif data.train and (kind := format_of(data.train, data)) not in STREAMED:
         fix = f"{kind} is not read as a stream, which is {', '.join(STREAMED)}; leave it out"
         yield "data.streaming", True, fix
+    if data.eval_fraction not in (DataSpec().eval_fraction, 0):
+        fix = "a stream has no length to hold out a share of; set data.eval_rows, or data.eval"
+        yield "data.eval_fraction", data.eval_fraction, fix
+    if data.eval_rows is not None and (data.eval or data.eval_split):
+        yield (
+            "data.eval_rows",
+            data.eval_rows,
+            "holds out rows beside data that is named; leave one of the two out",
+        )
     for key in ("prompt_column", "prompt_format", "rename", "messages"):
         if (value := getattr(data, key)) is not None:
             fix = "columns of a stream are not renamed: call them prompt and completion or messages; leave this out"
