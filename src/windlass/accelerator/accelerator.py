@@ -65,7 +65,7 @@ from windlass.config.loop_options import (
     ProjectConfiguration,
 )
 from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem, refuse
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Axis, Mesh
 from windlass.core.metric_values import python_number
@@ -79,7 +79,6 @@ from windlass.data.skip import skip_first_batches
 from windlass.dist import operations
 from windlass.dist.device_mesh import loss_device_mesh
 from windlass.dist.gang import Gang, join, leave
-from windlass.dist.lockstep import together
 from windlass.dist.operations import check_operations, operations_are_checked
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
@@ -994,28 +993,23 @@ class Accelerator(Ranks):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's weights as safetensors files that `from_pretrained` reads. Collective.
+        """Write the model's weights as safetensors files that `from_pretrained` reads, on the main process.
+
+        Collective if the model is sharded; else the main process may call it alone, and others do not wait for it.
 
         Args:
             model: prepared or not; sharded and offloaded weights are written whole.
             save_directory: a folder, which is created.
             max_shard_size: maximum size of a file ("5GB", "200MB", or bytes); several files get an index.
             safe_serialization: False is mapped to True with one warning: pickle is never written.
-
-        Raises:
-            CheckpointError: the main process cannot write it; on all processes.
         """
         warn_if_unsafe(safe_serialization)
         folder, limit = on_this_machine(save_directory), convert_file_size_to_int(max_shard_size)
         away = any(map(has_offloaded_params, model.modules()))
         read = functools.partial(load_offloaded_parameter, model) if away else None
         state = state_of(model) if away else self.get_state_dict(model)
-
-        def write() -> None:
-            if self.is_main_process:
-                save_split(folder, state, limit, offloaded=read)
-
-        together(self._all_ranks, write, (CheckpointError, OSError))
+        if self.is_main_process:
+            save_split(folder, state, limit, offloaded=read)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write tensors and plain values, on the main process.

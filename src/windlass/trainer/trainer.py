@@ -908,6 +908,8 @@ class Trainer:
             labels = detach(evaluation.labels_of(inputs, self.label_names))
         with torch.no_grad(), self.compute_loss_context_manager():
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
+                if not self.label_names:  # none are needed, and metrics get none
+                    labels = ()
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 loss = without_gradient(loss)
                 # With these the model gets no labels, so the first of a tuple is not a loss.
