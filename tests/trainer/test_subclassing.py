@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch, run_script
+from tests.dist.launch import launch, on_ranks, run_script
 from tests.trainer.small import Net, rows
 from tests.trainer.test_losses import samples, trainer_for
 
@@ -200,3 +200,36 @@ def test_a_script_prepares_each_micro_batch_once_and_nothing_else(folder: Path) 
     assert trainer.calls == 5, "three updates of two"
     first = torch.stack([row["x"] for row in samples()])
     assert torch.equal(torch.cat(trainer.dealt[:2]), torch.cat([first[:2], -first[:2]]))
+
+
+class Ranked(Trainer):
+    """Compares the two answers of a row, and has no labels, as reward models do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        first, second = (model(x=inputs[name])["logits"] for name in ("first", "second"))
+        loss = -torch.nn.functional.logsigmoid(first - second).mean()
+        return (loss, {"first": first, "second": second}) if return_outputs else loss
+
+
+def pairs_together(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    first = torch.stack([row["x"] for row in rows])
+    return {"first": first, "second": -first, "return_loss": True}
+
+
+def measure_without_labels(folder: str) -> tuple[Any, str]:
+    told: list[Any] = []
+    trainer = trainer_for(
+        Path(folder), Ranked, eval_dataset=samples(6), label_names=[], remove_unused_columns=False,
+        compute_metrics=lambda found: told.append(found) or {"rows": len(found.predictions[0])},
+    )  # fmt: skip
+    trainer.data_collator = pairs_together
+    return trainer.evaluate()["eval_rows"], repr(told[0].label_ids)
+
+
+def test_metrics_of_a_loss_without_labels(tmp_path: Path) -> None:
+    assert measure_without_labels(str(tmp_path)) == (6, "()")
+
+
+@pytest.mark.dist
+def test_metrics_of_a_loss_without_labels_on_two_ranks(tmp_path: Path) -> None:
+    assert on_ranks(2, measure_without_labels, str(tmp_path)) == [[6, "()"]] * 2

@@ -993,7 +993,9 @@ class Accelerator(Ranks):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's weights as safetensors files that `from_pretrained` reads. Collective.
+        """Write the model's weights as safetensors files that `from_pretrained` reads, on the main process.
+
+        Collective if the model is sharded; else the main process may call it alone, and others do not wait for it.
 
         Args:
             model: prepared or not; sharded and offloaded weights are written whole.
@@ -1006,11 +1008,8 @@ class Accelerator(Ranks):
         away = any(map(has_offloaded_params, model.modules()))
         read = functools.partial(load_offloaded_parameter, model) if away else None
         state = state_of(model) if away else self.get_state_dict(model)
-        try:
-            if self.is_main_process:
-                save_split(folder, state, limit, offloaded=read)
-        finally:  # the other processes wait here, whatever was raised
-            self._all_ranks.barrier()
+        if self.is_main_process:
+            save_split(folder, state, limit, offloaded=read)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write tensors and plain values, on the main process.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -37,6 +39,8 @@ from windlass.core.threads import THREADS, warn_of_other_threads
 from windlass.dist.gang import Gang
 
 _log = get_logger(__name__)
+
+PATIENCE = 20.0  # seconds until a save names what it waits for
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Tensor]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -81,6 +85,8 @@ class LoopSaver:
         numbered, step = self._project.automatic_checkpoint_naming, self._project.iteration
         place = self._places.find(None if numbered else output_dir, "output_dir")
         refuse(place.objections())
+        with _named_if_alone():
+            self._all_ranks.barrier()
         manager, shown = self._places.to_write(place), place.shown(step)
         saver = Saver(manager, self._all_ranks, self._memory, SeenCommit())
         # Two loops never save to the same folder at the same time.
@@ -340,6 +346,28 @@ class StatePlaces:
             if explained is None:
                 raise
             raise CheckpointError(explained) from error
+
+
+@contextlib.contextmanager
+def _named_if_alone() -> Iterator[None]:
+    """Warn if the other processes do not come to a save for a while: a script may call it on the main process alone,
+    and their next exchange would then wait for this process until `ddp_timeout`.
+    """
+    timer = threading.Timer(
+        PATIENCE,
+        _log.warning,
+        [
+            "save_state waits for the other processes, which have not called it for %g s. Call it on all of them: not "
+            "under `if accelerator.is_main_process:`.",
+            PATIENCE,
+        ],
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _is_divided(store: Store, newest: bool) -> bool:

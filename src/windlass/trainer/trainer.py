@@ -908,6 +908,8 @@ class Trainer:
             labels = detach(evaluation.labels_of(inputs, self.label_names))
         with torch.no_grad(), self.compute_loss_context_manager():
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
+                if not self.label_names:  # none are needed, and metrics get none
+                    labels = ()
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 loss = without_gradient(loss)
                 # With these the model gets no labels, so the first of a tuple is not a loss.
@@ -1050,6 +1052,10 @@ class Trainer:
         Args:
             output_dir: a folder or a URL; the run's output folder by default.
             _internal_call: do not upload. A call with `output_dir` does not upload either.
+
+        Raises:
+            CheckpointError: it cannot be written; on all processes. What else an override raises stays what it is on
+                the process that raised it.
         """
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
         all_ranks, writes = self._session.all_ranks, self.is_world_process_zero()
