@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -107,6 +108,8 @@ def shared_data() -> Path:
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     """Python does not look for cycles by itself, as in most of a short program."""
+    # PyTorch's first optimizer of a process imports this, and leaves its frames in a cycle.
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.disable()
     yield

@@ -129,3 +129,12 @@ def test_an_optimizer_of_torch_save_is_named_as_what_is_not_exported(tmp_path: P
         export_file(
             open_folder(tmp_path), tmp_path / "moments.safetensors", ExportOptions(tensors="optimizer")
         )
+
+
+def test_a_link_to_an_empty_folder_is_kept_and_the_folder_filled(tmp_path: Path) -> None:
+    (tmp_path / "large-disk").mkdir()
+    link = tmp_path / "result"
+    link.symlink_to(tmp_path / "large-disk")
+    export_folder(source(tmp_path, 1), link, ExportOptions())
+    assert link.is_symlink()
+    assert value_of(tmp_path / "large-disk" / "model.safetensors") == 1

@@ -96,18 +96,19 @@ for _ in range(4):
 """
 
 
+@pytest.mark.parametrize("updates", [1, 2])
 def test_the_last_update_has_the_steps_of_all_optimizers(
-    script: Path, capsys: pytest.CaptureFixture[str]
+    updates: int, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script.write_text(TWO_OPTIMIZERS)
-    assert main(["compare", "--updates", "2", "--json", "train.py"]) == 0
+    assert main(["compare", "--updates", str(updates), "--json", "train.py"]) == 0
     found = json.loads(capsys.readouterr().out)
     for run in (found["own"], found["windlass"]):
-        assert [update["rates"] for update in run["updates"]] == [[0.0, 0.5]] * 2
+        assert [update["rates"] for update in run["updates"]] == [[0.0, 0.5]] * updates
         # All weights are 1, so the second layer gets 2 and 2 and returns 4, and its gradients are 2. Half of them
         # brings it to 0.
-        assert [update["loss"] for update in run["updates"]] == [4.0, 0.0]
-        assert [update["norm"] for update in run["updates"]] == pytest.approx([(4 + 8) ** 0.5, 8**0.5])
+        assert [update["loss"] for update in run["updates"]] == [4.0, 0.0][:updates]
+        assert [update["norm"] for update in run["updates"]] == pytest.approx([12**0.5, 8**0.5][:updates])
 
 
 OWN_TRAINER = """

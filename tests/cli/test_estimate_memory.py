@@ -11,6 +11,7 @@ import pytest
 from accelerate.utils import calculate_maximum_sizes
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, ViTConfig
 
+from windlass.checkpoint.store import Store
 from windlass.cli.command_line import in_words
 from windlass.cli.estimate_memory import build_empty, build_whole, estimate
 from windlass.cli.main import main
@@ -26,6 +27,12 @@ LORA: dict[str, Any] = {"lora_r": 2, "weights": "bfloat16", "precision": "bf16"}
 def folder(tmp_path: Path) -> Path:
     BertConfig(architectures=["BertForMaskedLM"], dtype="float16", **SIZES).save_pretrained(tmp_path)
     return tmp_path
+
+
+def test_a_run_is_that_of_its_newest_checkpoint(folder: Path, tmp_path: Path) -> None:
+    config = (folder / "config.json").read_bytes()
+    Store(tmp_path / "run").write(3, {}, lambda staged: staged.write_file("config.json", config))
+    assert type(build_empty(str(tmp_path / "run"))) is BertForMaskedLM
 
 
 @pytest.mark.parametrize("name", ["", "config.json"])

@@ -86,6 +86,13 @@ def test_a_buffer_outside_of_the_state_dict_is_a_name_too(recwarn: pytest.Warnin
     assert not recwarn.list
 
 
+def test_each_name_of_a_shared_module_is_one_of_the_model(recwarn: pytest.WarningsRecorder) -> None:
+    model = Model()
+    model.again = model.norm
+    check_device_map(model, {**MAP, "again": 0})
+    assert not recwarn.list
+
+
 def test_ties_over_devices_are_said(caplog: pytest.LogCaptureFixture) -> None:
     ties = [["embedding.weight", "head.weight"]]
     check_tied_parameters_on_same_device(ties, MAP)

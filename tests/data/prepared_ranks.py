@@ -255,6 +255,9 @@ def agreements(gang: Gang) -> None:
     own = DataLoader(list(range(30)), batch_size=2, shuffle=True, generator=generator)
     assert sorted(flat(one_pass(gang, prepare(gang, own)))) == list(range(30))
     fails(DataError, "different sizes", lambda: prepare(gang, DataLoader(list(range(3 + RANK)))))
+    of_one = generator if RANK == 0 else None
+    one_sided = DataLoader(list(range(8)), shuffle=True, generator=of_one)
+    fails(DataError, r"numbers of generators: \[\d, 0", lambda: prepare(gang, one_sided))
     fails(
         DataError, "different orders", lambda: prepare(gang, DataLoader(list(range(8)), sampler=Unseeded()))
     )

@@ -13,6 +13,7 @@ from tests.finetuning import small
 from tests.finetuning.trainers import trainer_of
 
 from windlass import DatasetMixture, SFTConfig, SFTTrainer, TrainingArguments
+from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.core.errors import ConfigError, DataError
 from windlass.core.optional import is_available
 
@@ -118,11 +119,12 @@ def test_alpaca_trains_the_output(tmp_path: Path) -> None:
 
 
 def test_a_stream_is_trained_on(tmp_path: Path) -> None:
-    stream = small.table(small.texts()).to_iterable_dataset()
-    trainer = trainer_of(tmp_path, stream)
+    stream, given = small.table(small.texts()).to_iterable_dataset(), AcceleratorConfig(dispatch_batches=True)
+    trainer = trainer_of(tmp_path, stream, accelerator_config=given)
     trainer.train()
     assert trainer.state.global_step == 3
     assert trainer.args.accelerator_config.dispatch_batches is False
+    assert given.dispatch_batches is True, "the script may pass it to a trainer of other data"
 
 
 def test_prepared_rows_are_left_alone(tmp_path: Path) -> None:

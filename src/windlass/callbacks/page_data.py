@@ -56,7 +56,7 @@ class Curves:
         self.tokens = tokens
         self._points: dict[str, list[Point]] = {}
         self._bad: dict[str, int] = {}
-        self._of: dict[str, int] = {}
+        self._norms = 0  # that were reported
         self._limit = 0.0  # the largest norm of the last attempt; 0: norms are not clipped
         self._over = 0  # norms above that of their attempt
 
@@ -66,12 +66,13 @@ class Curves:
             kept = self._points.setdefault(name, [])
             kept += points
             self._bad[name] = self._bad.get(name, 0) + bad
-            self._of[name] = self._of.get(name, 0) + len(points)
             if len(kept) > 2 * _KEPT_POINTS:
                 self._points[name] = list(thinned(kept, _KEPT_POINTS))
         limits = _largest_norms(view)
         self._limit = limits[-1][1]
-        self._over += _clipped(series.get("grad_norm", ([], 0))[0], limits, _began(view))
+        norms, _ = series.get("grad_norm", ([], 0))
+        self._norms += len(norms)
+        self._over += _clipped(norms, limits, _began(view))
         counted = (tokens_of(row) for row in reversed(rows))
         self.tokens = next((found for found in counted if found is not None), self.tokens)
 
@@ -79,12 +80,10 @@ class Curves:
         """Return `series` and `clip` of `page_data`."""
         limit = max(_FEWEST, min(MOST_POINTS, _ALL_POINTS // max(len(self._points), 1)))
         series = {
-            shown(name): _columns(points, self._bad[name], self._of[name], limit)
-            for name, points in self._points.items()
+            shown(name): _columns(points, self._bad[name], limit) for name, points in self._points.items()
         }
-        norms = self._of.get("grad_norm", 0)
-        clip = {"at": self._limit, "over": self._over, "of": norms} if self._limit and norms else None
-        return {"series": series, "clip": clip}
+        clip = {"at": self._limit, "over": self._over, "of": self._norms}
+        return {"series": series, "clip": clip if self._limit and self._norms else None}
 
 
 def page_events(view: RunView) -> dict[str, Any]:
@@ -170,7 +169,7 @@ def _norm(limit: Any) -> float:
     return float(limit) if is_number(limit) and math.isfinite(limit) else 0.0
 
 
-def _columns(points: Sequence[Point], bad: int, of: int, limit: int) -> dict[str, Any]:
+def _columns(points: Sequence[Point], bad: int, limit: int) -> dict[str, Any]:
     kept = thinned(points, limit)
     return {
         "s": [point[0] for point in kept],
@@ -178,7 +177,6 @@ def _columns(points: Sequence[Point], bad: int, of: int, limit: int) -> dict[str
         "t": [round(point[2], 2) for point in kept],
         "k": [point[3] for point in kept] if any(point[3] is not None for point in kept) else None,
         "bad": bad,
-        "of": of,
     }
 
 

@@ -127,8 +127,9 @@ def whole_folder(target: Path, files: Files, check: Callable[[], None]) -> Itera
     Args:
         check: raises CheckpointError if what is at `target` must not be replaced.
     """
+    target = target.resolve()  # where a link leads is filled, and the link kept
     # Programs that run in it, as the shell does, would be in a folder that no longer exists.
-    if Path(working_folder()).is_relative_to(target.resolve()):
+    if Path(working_folder()).is_relative_to(target):
         raise CheckpointError(f"{target} is in use as the working directory: name a new folder")
     # First: an interrupted export may have left the folder that is checked next under its temporary name.
     _recover(target, files)

@@ -92,7 +92,7 @@ def build_parser() -> CommandParser:
     )
     add = parser.add_argument
     shown = f"the dtypes to show, of {', '.join(DTYPES)} (default: all)"
-    add("model", help="a config.json, a folder with one, or a model's name on the Hub")
+    add("model", help="a config.json, a folder with one, a run's folder, or a model's name on the Hub")
     add("--dtypes", nargs="+", choices=DTYPES, metavar="DTYPE", help=shown)
     parser.set_defaults(**_DETAILS)
     add_to = parser.add_argument_group("training with Adam, in detail").add_argument
@@ -127,12 +127,14 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
 def build_whole(name: str, trust_remote_code: bool = False) -> Any:
     """As `build_empty`, where the caller has parameters made."""
     transformers = require("transformers", "build a model from its config")
+    from windlass.finetuning.trained_model import find_model
+
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
         raise ModelError(f"{name} does not exist")
-    source = path.parent if path.is_file() else path
     if path.is_file() and path.name != "config.json":
         raise ModelError(f"{name}: the file of a model's config is called config.json")
+    source = path.parent if path.is_file() else Path(find_model(name))
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(source) if source.exists() else name, trust_remote_code=trust_remote_code

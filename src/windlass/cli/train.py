@@ -159,7 +159,7 @@ def _train(
         # One answer for all ranks, which save together: a shared folder may show a new name to some of them later.
         is_saved = (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir()
         if not any(gather_object([is_saved])):
-            _save_last(trainer, args)
+            trainer.save_model(args.output_dir)
         after = continue_prompt(parts, trainer)
     outcome = RunOutcome(
         parts=parts,
@@ -186,8 +186,8 @@ def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments
     Collective. Raises CheckpointError on all ranks if it cannot be written.
     """
     from windlass.dist.gang import current
+    from windlass.dist.lockstep import together
     from windlass.recipes.text_metrics import PREDICTIONS, decoded
-    from windlass.trainer.session import together
 
     chosen = parts.evaluation if parts.test is None else parts.test
     if chosen is None:
@@ -202,16 +202,6 @@ def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments
     # Else the others would wait for the first rank in their next exchange.
     together(current(), write, (OSError,))
     return dict(output.metrics)
-
-
-def _save_last(trainer: Any, args: TrainingArguments) -> None:
-    """Save the final weights, which no checkpoint has."""
-    from windlass.trainer.run_folder import unwritable
-
-    try:
-        trainer.save_model(args.output_dir)
-    except OSError as error:
-        raise unwritable(str(args.output_dir), error) from error
 
 
 def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:

@@ -83,7 +83,7 @@ def _agreed_seed(loader: DataLoader[Any], options: DataLoaderConfiguration, data
     Every rank draws, so that their generators stay in step.
 
     Raises:
-        DataError: on all ranks: their datasets differ in size.
+        DataError: on all ranks: their datasets differ in size, or the generators that their loaders have.
     """
     generators = own_generators(loader, *ordering_parts(loader))
     here = [_seed(options), [first for _, first in generators], _length(loader.dataset)]
@@ -93,6 +93,12 @@ def _agreed_seed(loader: DataLoader[Any], options: DataLoaderConfiguration, data
         raise DataError(
             f"the ranks hold {type(loader.dataset).__name__}s of different sizes: {lengths}. Samples are dealt "
             "to ranks when a loader is prepared, so give every rank the whole dataset."
+        )
+    counts = [len(firsts) for _, firsts, _ in everywhere]
+    if len(set(counts)) > 1:
+        raise DataError(
+            f"the ranks' loaders have different numbers of generators: {counts}. Give a sampler its generator on every "
+            "rank, or on none."
         )
     seed, firsts, _ = everywhere[0]
     for (generator, first), agreed in zip(generators, firsts, strict=True):

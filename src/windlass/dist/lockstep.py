@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from windlass.core.errors import PeerError
+from windlass.core.errors import CheckpointError, PeerError, named
 from windlass.dist.ending import lost_another_rank
 from windlass.dist.gang import Gang
 from windlass.dist.sums import Pending
@@ -89,5 +89,27 @@ def telling_others(gang: Gang) -> Iterator[None]:
         if lost_another_rank(error):
             raise  # the others lose it too, and may be in another exchange
         with contextlib.suppress(Exception):  # the failure matters more than an error of reporting it
-            gang.gather_objects({_FAILED: f"{type(error).__name__}: {error}"})
+            gang.gather_objects({_FAILED: named(error)})
         raise
+
+
+def together(
+    gang: Gang, work: Callable[[], T], errors: tuple[type[Exception], ...] = (CheckpointError,)
+) -> T:
+    """Return what `work`, which does not communicate, returns on this rank. Collective. If it fails on a rank, all
+    ranks raise CheckpointError with the first reason; but an error that is not one of `errors` stays what it is on the
+    rank that has it.
+    """
+    found, failure, problem = None, None, None
+    try:
+        found = work()
+    except errors as error:
+        failure, problem = error, str(error)
+    except BaseException as error:
+        # The others must not wait for this rank, and report success: nor after an interrupt.
+        gang.gather_objects(f"rank {gang.rank}: {named(error)}")
+        raise
+    for reason in gang.gather_objects(problem):
+        if reason is not None:
+            raise CheckpointError(reason) from failure
+    return cast(T, found)

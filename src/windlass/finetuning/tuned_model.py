@@ -112,7 +112,8 @@ def _read_on_each_rank(args: TuningConfig) -> None:
     if isinstance(config, AcceleratorConfig):
         if config.dispatch_batches:
             logger.warning("dispatch_batches=True does not apply to an IterableDataset; using False")
-        config.dispatch_batches = False
+        # Another object: the script may pass this one to further trainers.
+        args.accelerator_config = dataclasses.replace(config, dispatch_batches=False)
 
 
 _SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -231,7 +231,8 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
             all machines; on all ranks.
         KeyboardInterrupt: the user ends its training, which the next call continues.
     """
-    from windlass.trainer.session import Session, together
+    from windlass.dist.lockstep import together
+    from windlass.trainer.session import Session
     from windlass.trainer.trainer import Trainer
     from windlass.zero.building import DividedBuilding
 

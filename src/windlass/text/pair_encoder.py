@@ -170,7 +170,11 @@ class PairEncoder(RowEncoder):
             raise RowError(number, f"must be a mapping of columns, not {type(row).__name__}")
         for name in self._columns:
             if row.get(name) is None:
-                raise RowError(number, f"column {name!r} is missing or null: each row needs {self._needed()}")
+                raise RowError(
+                    number,
+                    f"column {name!r} is missing or null: each row needs {self._needed()}; found: {', '.join(row)}. "
+                    f"Rename a column of another name: dataset.rename_column(NAME, {name!r})",
+                )
         answers = [row[name] for name in self._columns]
         if len(answers) > 1 and answers[0] == answers[1]:
             raise RowError(

@@ -18,10 +18,10 @@ from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource
 from windlass.dist.gang import Gang
+from windlass.dist.lockstep import together
 from windlass.engine.executor import Executor
 from windlass.engine.loop import Loop
 from windlass.optim.schedule import FactorSchedule, Schedule
-from windlass.trainer.session import together
 
 logger = get_job_logger(__name__)
 

@@ -23,11 +23,13 @@ from windlass.checkpoint.pretrained import (
 )
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.weights import LARGEST_FILE, WEIGHTS_NAME, save_weights
+from windlass.core.errors import CheckpointError
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger, showing_place, warn_once
 from windlass.core.module_state import bare, state_of
 from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
+from windlass.dist.lockstep import together
 from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
 
@@ -154,22 +156,23 @@ class ModelWriter:
 def save_final(
     place: str, files: ModelWriter, save: Callable[..., None], all_ranks: Gang, writes: bool
 ) -> None:
-    """Write a model to a folder or a URL. Collective.
+    """Write a model to a folder or a URL. Collective. Raises as `together` does, if it cannot be written.
 
     Args:
         save: `Trainer._save`: writes it into a folder; gets the gathered weights if there are any.
         writes: this rank writes.
     """
     state = files.saved.gathered()
-    try:
+
+    def write() -> None:
         if writes:
             folder = str(local_folder(place))
             # Overrides written without sharding in mind take only the folder.
             save(folder) if state is None else save(folder, state_dict=state)
         if all_ranks.rank == 0:
             upload_files(place)
-    finally:  # the other processes wait here, whatever was raised
-        all_ranks.barrier()
+
+    together(all_ranks, write, (CheckpointError, OSError))
 
 
 def _saved_by(tokenizer: Any, target: Path) -> dict[str, bytes]:

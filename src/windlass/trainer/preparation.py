@@ -34,6 +34,7 @@ from windlass.data.loader import Loader
 from windlass.data.update_batch import GroupSource
 from windlass.dist.alike import check_alike, optimizer_facts
 from windlass.dist.gang import Gang
+from windlass.dist.lockstep import together
 from windlass.proofs.record import Claim, arguments_that_matter, describe
 from windlass.proofs.small_config import AxisLayout
 from windlass.trainer.batch_fitter import MemoryNote
@@ -60,7 +61,6 @@ from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.script_loss import check_smoothing
 from windlass.trainer.services import Services
-from windlass.trainer.session import together
 from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.kinds import seconds
 from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.dist.gang import Gang
+from windlass.dist.lockstep import together
 from windlass.hub.fetching import SCHEME, fetch
 from windlass.hub.publisher import HubCallback, HubSettings, Publisher
 from windlass.trainer.card_facts import base_of, is_repository
 from windlass.trainer.run_folder import RunFolder
-from windlass.trainer.session import together
 
 
 def repository(args: TrainingArguments) -> str:

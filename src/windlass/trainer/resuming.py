@@ -21,10 +21,10 @@ from windlass.core.script_command import Needs, needs_to_resume
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource
 from windlass.dist.gang import Gang
+from windlass.dist.lockstep import together
 from windlass.engine.splitting import Kind
 from windlass.trainer.continuing import find_foreign_on_all
 from windlass.trainer.run_folder import RunFolder
-from windlass.trainer.session import together
 
 logger = get_job_logger(__name__)
 

@@ -18,7 +18,7 @@ from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.whole_file import OutputFolder, write_whole
 from windlass.dist.gang import Gang
-from windlass.trainer.session import together
+from windlass.dist.lockstep import together
 
 logger = get_logger(__name__)
 

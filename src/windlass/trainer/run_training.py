@@ -18,6 +18,7 @@ from windlass.core.types import TrainOutput
 from windlass.core.world import World
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.ending import lost_another_rank
+from windlass.dist.lockstep import together
 from windlass.engine.executor import StepResult
 from windlass.engine.feed import Counts
 from windlass.engine.loop import LoopHooks, Suspect
@@ -32,7 +33,6 @@ from windlass.trainer.interruption import WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.resuming import saved_loss
 from windlass.trainer.run import Run
-from windlass.trainer.session import together
 from windlass.transforms.neftune import noisy_embeddings
 from windlass.transforms.overflow_watch import watching
 

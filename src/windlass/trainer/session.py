@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
 import torch
 
@@ -12,12 +10,9 @@ from windlass.assemble.resolve import resolve_mesh
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import DistPlan
 from windlass.core.device import make_current
-from windlass.core.errors import CheckpointError
 from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, join
 from windlass.metrics.stage_memory import INIT, StageMemory
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +53,3 @@ class Session:
             memory.begin(INIT)
         mesh = resolve_mesh(args, world)
         return cls(world, device, join(world, device, args.ddp_timeout, args.ddp_backend, mesh=mesh), memory)
-
-
-def together(
-    all_ranks: Gang, work: Callable[[], _T], errors: tuple[type[Exception], ...] = (CheckpointError,)
-) -> _T:
-    """Return what `work` returns on this rank. Collective. Raises CheckpointError on all ranks, with the first reason,
-    if `work` raises one of `errors` on one of them.
-    """
-    found, problem = None, None
-    try:
-        found = work()
-    except errors as error:
-        problem = str(error)
-    for reason in all_ranks.gather_objects(problem):
-        if reason is not None:
-            raise CheckpointError(reason)
-    return cast(_T, found)

@@ -1052,6 +1052,10 @@ class Trainer:
         Args:
             output_dir: a folder or a URL; the run's output folder by default.
             _internal_call: do not upload. A call with `output_dir` does not upload either.
+
+        Raises:
+            CheckpointError: it cannot be written; on all processes. What else an override raises stays what it is on
+                the process that raised it.
         """
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
         all_ranks, writes = self._session.all_ranks, self.is_world_process_zero()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class HeldInParts(Strategy):
         for (count, _), parts in groups.items():
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
             total += (norm.double().square() / count).to(total.device)
-        return self._sum_of_norm(total).sqrt().to(_widest(gradients))
+        return self._sum_of_norm(total).sqrt().to(self._norm_dtype)
 
     def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._norm_device)
@@ -72,8 +72,8 @@ class HeldInParts(Strategy):
             else:
                 total += norm**order / self._copies_of(gradient)
         if math.isinf(order):
-            return self._stage_ranks.max_on_device(total).to(_widest(gradients))
-        return (self._sum_of_norm(total) ** (1 / order)).to(_widest(gradients))
+            return self._stage_ranks.max_on_device(total).to(self._norm_dtype)
+        return (self._sum_of_norm(total) ** (1 / order)).to(self._norm_dtype)
 
     def square(self, gradient: Tensor) -> Tensor:
         [mine] = locals_of([gradient])
@@ -95,8 +95,3 @@ class HeldInParts(Strategy):
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
         return whole_on_main(self.module, self._stage_ranks.world.is_main)
-
-
-def _widest(gradients: list[Tensor]) -> torch.dtype:
-    """The dtype of a norm. Not that of the first gradient: it may be complex, and ranks have different ones."""
-    return reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in gradients), torch.float32)

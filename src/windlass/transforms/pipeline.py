@@ -182,8 +182,7 @@ class Pipeline(Strategy):
         again = {id(p.grad) for p in self.staged.copies}
         norm = self._inner.total_norm([gradient for gradient in gradients if id(gradient) not in again])
         total = self._ranks.sum_on_device(norm.to(self._device).double().square()).sqrt()
-        # At least in single precision: stages may differ in their dtypes, and must not in the norm.
-        return total.to(torch.promote_types(norm.dtype, torch.float32))
+        return total.to(self._norm_dtype)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         return self._inner.local(gradients)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -88,6 +89,14 @@ class Strategy:
             norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
             return norms
         return torch.nn.utils.get_total_norm(gradients)
+
+    @cached_property
+    def _norm_dtype(self) -> torch.dtype:
+        """The dtype of a norm that ranks add up: not that of gradients, of which ranks have different ones, or none."""
+        dtypes = (
+            p.dtype.to_real() for p in self.module.parameters() if p.is_floating_point() or p.is_complex()
+        )
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
         """As `total_norm`, of another order than 2; infinity is the largest magnitude."""

@@ -157,6 +157,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     (["--fp8_backend", "te"], "--fp8_backend='te'"),
     (["--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree='2'"),
     (["--tpu"], "--tpu=True"),
+    (["--nproc_per_node", "2"], "--nproc_per_node='2': is torchrun's: give --num_processes"),
     (["--mpirun_hostfile", "hosts"], "--mpirun_hostfile='hosts'"),
 ])  # fmt: skip
 def test_what_cannot_be_launched(words: list[str], expected: str, script: str) -> None:

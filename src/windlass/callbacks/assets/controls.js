@@ -132,7 +132,7 @@
     for (const [name, more] of Object.entries(growth.series)) {
       // Defined and not assigned: a metric may have a name such as `__proto__`.
       if (!Object.hasOwn(run.series, name)) {
-        const value = { s: [], v: [], t: [], k: more.k && [], bad: 0, of: 0 };
+        const value = { s: [], v: [], t: [], k: more.k && [], bad: 0 };
         Object.defineProperty(run.series, name, { value, enumerable: true, writable: true, configurable: true });
       }
       const series = run.series[name];
@@ -140,7 +140,6 @@
       if (!series.k && more.k) series.k = series.s.map(() => null);
       for (const column of ["s", "v", "t", "k"]) if (series[column]) series[column].push(...more[column]);
       series.bad += more.bad;
-      series.of += more.of;
     }
     const { clip } = growth;
     if (clip) run.clip = { at: clip.at, over: clip.over + (run.clip?.over || 0), of: clip.of + (run.clip?.of || 0) };

@@ -129,9 +129,9 @@ class Recorder:
         update["optimizers"] += 1
         self._started, self._ended = None, time.perf_counter()
         self._own += self._ended - now
-        # Only the update before shows how many optimizers there are.
-        expected = self.updates[-2]["optimizers"] if len(self.updates) > 1 else 1
-        if len(self.updates) == self.settings["updates"] and update["optimizers"] >= expected:
+        # Only the update before shows how many optimizers there are: after a single one, the next backward's step does.
+        is_last = 1 < len(self.updates) == self.settings["updates"]
+        if is_last and update["optimizers"] >= self.updates[-2]["optimizers"]:
             self._leave()
 
     def _leave(self) -> NoReturn:

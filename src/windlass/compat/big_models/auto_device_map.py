@@ -79,7 +79,8 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     covered; they are named.
     """
     names = list(model.state_dict())
-    parts = [*model.named_modules(), *model.named_buffers()]  # the state dict lacks some buffers
+    # A shared module has several names; and the state dict lacks some buffers.
+    parts = [*model.named_modules(remove_duplicate=False), *model.named_buffers()]
     known = {"", *names, *(name for name, _ in parts)}
     if unknown := [key for key in device_map if key not in known]:
         text = f"device_map names modules that the model does not have: {', '.join(unknown)}"

@@ -120,6 +120,9 @@ _row.refuse(_PODS, "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "vm")
 _row.refuse(_DOWNCAST, "downcast_bf16")
 _row.refuse(_AWS, "aws_access_key_id", "aws_secret_access_key")
 _row.refuse(_MPI, "mpirun_hostfile")
+_row.refuse("is torchrun's: give --num_processes, the number on all machines together", "nproc_per_node")
+_row.refuse("is torchrun's: give --num_machines", "nnodes")
+_row.refuse("is torchrun's: give --machine_rank", "node_rank")
 _file.refuse(_PODS, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands")
 _file.refuse(_AWS,
     "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
