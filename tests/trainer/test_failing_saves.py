@@ -194,6 +194,7 @@ def test_all_ranks_get_the_error_of_a_model_that_one_cannot_write(tmp_path: Path
     assert found[0] == found[1]
     kind, text = found[0]["trainer"]
     assert (kind, str(tmp_path / "file") in text) == ("CheckpointError", True)
+    assert text.endswith("choose another place, or make room and permission")
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ def together(
         failure, problem = error, str(error)
     except BaseException as error:
         # The others must not wait for this rank, and report success: nor after an interrupt.
-        gang.gather_objects(f"rank {gang.rank}: {named(error)}")
+        with contextlib.suppress(Exception):  # the failure matters more than an error of reporting it
+            gang.gather_objects(f"rank {gang.rank}: {named(error)}")
         raise
     for reason in gang.gather_objects(problem):
         if reason is not None:

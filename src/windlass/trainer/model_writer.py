@@ -165,14 +165,18 @@ def save_final(
     state = files.saved.gathered()
 
     def write() -> None:
-        if writes:
-            folder = str(local_folder(place))
-            # Overrides written without sharding in mind take only the folder.
-            save(folder) if state is None else save(folder, state_dict=state)
-        if all_ranks.rank == 0:
-            upload_files(place)
+        try:
+            if writes:
+                folder = str(local_folder(place))
+                # Overrides written without sharding in mind take only the folder.
+                save(folder) if state is None else save(folder, state_dict=state)
+            if all_ranks.rank == 0:
+                upload_files(place)
+        except OSError as error:
+            fix = "choose another place, or make room and permission"
+            raise CheckpointError(f"the model cannot be written to {place} ({error}): {fix}") from error
 
-    together(all_ranks, write, (CheckpointError, OSError))
+    together(all_ranks, write)
 
 
 def _saved_by(tokenizer: Any, target: Path) -> dict[str, bytes]:
