@@ -40,7 +40,7 @@ def test_new_rows_are_sent_and_no_others(tmp_path: Path) -> None:
     followed = FollowedRuns([history], [position])
     (first,) = followed.look()["runs"]
     assert first["growth"]["series"]["loss"] == {
-        "s": [51], "v": [1 / 51], "t": [51.0], "k": [51 * 512], "bad": 0, "of": 1
+        "s": [51], "v": [1 / 51], "t": [51.0], "k": [51 * 512], "bad": 0
     }  # fmt: skip
     assert first["growth"]["clip"] == {"at": 1.0, "over": 1, "of": 1}
     append_rows(tmp_path, row(52, loss=0.5), row(52, skipped_update=52, reason="NaN"))
@@ -96,8 +96,9 @@ def test_each_row_is_read_once_for_all_pages(tmp_path: Path, monkeypatch: pytest
     page, _ = history_of(tmp_path).page()
     assert page.data is not None
     loss, fresh = page.data["series"]["loss"], page_data(read_run(tmp_path))["series"]["loss"]
-    assert (loss["of"], max(loss["v"]), min(loss["v"])) == (5001, max(fresh["v"]), min(fresh["v"]))
+    assert (loss["s"][-1], max(loss["v"]), min(loss["v"])) == (5001, max(fresh["v"]), min(fresh["v"]))
     assert page.data["clip"] == page_data(read_run(tmp_path))["clip"]
+    assert page.data["clip"]["of"] == 5001
 
 
 def test_a_page_that_was_away_for_long_gets_all(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_page_that_was_away_for_long_gets_all(tmp_path: Path) -> None:
         append_rows(tmp_path, *(logged(step) for step in range(first, first + 1000)))
         history.view()
     (found,) = followed.look()["runs"]
-    assert found["whole"]["series"]["loss"]["of"] == 3010
+    assert found["whole"]["clip"]["of"] == 3010
     (found,) = followed.look()["runs"]
     assert found["growth"] == {"series": {}, "clip": None}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -93,10 +93,8 @@ class Strategy:
     @cached_property
     def _norm_dtype(self) -> torch.dtype:
         """The dtype of a norm that ranks add up: not that of gradients, of which ranks have different ones, or none."""
-        dtypes = (
-            p.dtype.to_real() for p in self.module.parameters() if p.is_floating_point() or p.is_complex()
-        )
-        return reduce(torch.promote_types, dtypes, torch.float32)
+        precise = (torch.float64, torch.complex128)
+        return torch.float64 if any(p.dtype in precise for p in self.module.parameters()) else torch.float32
 
     def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
         """As `total_norm`, of another order than 2; infinity is the largest magnitude."""
