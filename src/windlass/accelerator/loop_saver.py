@@ -85,8 +85,9 @@ class LoopSaver:
         numbered, step = self._project.automatic_checkpoint_naming, self._project.iteration
         place = self._places.find(None if numbered else output_dir, "output_dir")
         refuse(place.objections())
-        with _named_if_alone():
-            self._all_ranks.barrier()
+        if self._all_ranks.size > 1:
+            with _named_if_alone():
+                self._all_ranks.barrier()
         manager, shown = self._places.to_write(place), place.shown(step)
         saver = Saver(manager, self._all_ranks, self._memory, SeenCommit())
         # Two loops never save to the same folder at the same time.

@@ -84,7 +84,8 @@ class Strategy:
         """
         if not gradients:
             return torch.zeros((), device=device_of(self.module))
-        gradients = self._values(gradients)
+        if self._has_sparse:
+            gradients = _values(gradients)
         if self._one_device:
             norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
             return norms
@@ -98,13 +99,7 @@ class Strategy:
 
     def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
         """As `total_norm`, of another order than 2; infinity is the largest magnitude."""
-        return torch.nn.utils.get_total_norm(self._values(gradients), order)
-
-    def _values(self, gradients: list[Tensor]) -> list[Tensor]:
-        if not self._has_sparse:
-            return gradients
-        # Coalesced, because a row of an embedding may be in a sparse one more than once.
-        return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        return torch.nn.utils.get_total_norm(_values(gradients), order)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         """This rank's parts of them as plain tensors that share their memory, to be scaled in place."""
@@ -251,6 +246,11 @@ def unfrozen() -> ModelError:
         "ranks: let them require gradients before train(), in a group of the optimizer whose learning rate is 0 until "
         "they are to be trained"
     )
+
+
+def _values(gradients: list[Tensor]) -> list[Tensor]:
+    # Coalesced, because a row of an embedding may be in a sparse one more than once.
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
 
 def embedding_problems(module: nn.Module, divided: bool) -> list[Problem]:
