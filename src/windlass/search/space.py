@@ -32,13 +32,13 @@ class Float:
         """The values of a grid; none without a step."""
         return [] if self.step is None else [self._point(number) for number in range(self._count)]
 
-    # Rounding may make (0.3 - 0.1) / 0.1 a little less than 2, and 0.1 + 2 * 0.1 a little more than 0.3.
-
     @property
     def _count(self) -> int:
+        # Rounding may make (0.3 - 0.1) / 0.1 a little less than 2.
         return int((self.high - self.low) / (self.step or 1) + 1e-9) + 1
 
     def _point(self, number: int) -> float:
+        # Rounding may make 0.1 + 2 * 0.1 a little more than 0.3.
         return min(self.low + (self.step or 1) * number, self.high)
 
 
