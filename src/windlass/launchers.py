@@ -80,9 +80,13 @@ def notebook_launcher(
 
     count = visible_devices() or 1 if num_processes is None else num_processes
     settings = Settings()
-    settings.record(
-        KEYS["precision"], mixed_precision, "notebook_launcher(mixed_precision=)", "flag", implicit=False
-    )
+    given = {
+        "precision": ("mixed_precision", mixed_precision),
+        "launch.max_restarts": ("max_restarts", max_restarts),
+        "launch.monitor_interval": ("monitor_interval", monitor_interval),
+    }
+    for key, (name, value) in given.items():
+        settings.record(KEYS[key], value, f"notebook_launcher({name}=)", "flag", implicit=False)
     refuse([*settings.problems, *_machine_problems(count, node_rank, num_nodes, rdzv_backend)])
     if count * num_nodes == 1:
         with _in_environment(settings):
