@@ -254,10 +254,9 @@ def _as_lists(column: Flat) -> Iterable[Any]:
 
 def _packed_by_map(dataset: Any, seq_length: int, strategy: str, map_kwargs: dict[str, Any]) -> Any:
     if isinstance(dataset, Mapping):
+        kind: Any = type(dataset)
         parts = dataset.items()
-        return type(dataset)(
-            {name: _packed_by_map(part, seq_length, strategy, map_kwargs) for name, part in parts}
-        )
+        return kind({name: _packed_by_map(part, seq_length, strategy, map_kwargs) for name, part in parts})
     options = {"seq_length": seq_length, "strategy": strategy}
     packed = dataset.with_format("arrow").map(_pack_table, batched=True, fn_kwargs=options, **map_kwargs)
     if not hasattr(dataset, "format"):  # a stream
