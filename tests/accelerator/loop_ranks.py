@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,7 +113,12 @@ def raw_use() -> None:
     with torch.no_grad():
         model(x)
     prepared(x)
-    copy.deepcopy(model)(x)
+    for copied in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        pickle.loads(pickle.dumps(prepared)),
+    ):
+        assert torch.equal(copied(x), prepared(x))
     assert accelerator.unwrap_model(prepared) is model
     with pytest.raises(
         ModelError, match=r"SGD that was given to `accelerator\.prepare` was stepped directly"
