@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,24 @@ def prepared_again(shard: bool) -> None:
             accelerator.free_memory()
     one, _, two = ends
     assert all(torch.equal(one[name], two[name]) for name in one), "prepared again"
+
+
+def unfrozen() -> None:
+    """What replicas would not average is refused, and no process goes on with weights of its own."""
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for kind in ("one layer", "the model", "a new layer"):
+        accelerator, model = make(False), tiny()
+        frozen: Any = model[0] if kind == "one layer" else model
+        frozen.requires_grad_(kind == "a new layer")
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if kind == "a new layer":
+            model.add_module("late", nn.Linear(1, 1, dtype=torch.float64))
+            optimizer.add_param_group({"params": list(model.late.parameters())})
+        model.requires_grad_(True)
+        accelerator.backward(prepared(x).sum())
+        with pytest.raises(ModelError, match="frozen when the run began, or were added since"):
+            optimizer.step()
+        accelerator.free_memory()
 
 
 def stray_optimizer() -> None:
@@ -313,6 +332,7 @@ metrics()
 metrics_of_streams()
 ranks()
 raw_use()
+unfrozen()
 stray_optimizer()
 late_optimizer()
 syncing()
