@@ -295,13 +295,20 @@ class DataCollatorForPermutationLanguageModeling(Framework):
             float32, where perm_mask[b, i, j] = 1 if token i may not see token j.
 
     Raises:
-        ValueError: an odd length (half of the sequence is memory of the other half), or no mask token.
+        ValueError: an odd length (half of the sequence is memory of the other half), no mask token, or spans that do
+            not fit into their contexts.
     """
 
     tokenizer: Any
     plm_probability: float = 1 / 6
     max_span_length: int = 5
     return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.plm_probability <= 1:
+            raise ValueError(f"plm_probability={self.plm_probability!r}: must lie above 0, and not above 1")
+        if self.max_span_length < 1:
+            raise ValueError(f"max_span_length={self.max_span_length!r}: must be at least 1")
 
     def torch_call(self, examples: Features) -> dict[str, Any]:
         """The batch as tensors. `examples` are mappings with `input_ids`, or lists of token ids."""
