@@ -208,7 +208,7 @@ def test_whole_words(tokenizer: Any) -> None:
     ("options", "words"),
     [
         ({"mlm_probability": 1.5}, "mlm_probability=1.5"),
-        ({"mlm_probability": None}, "mlm_probability"),
+        ({"mlm_probability": None}, "mlm_probability=None"),
         ({"mask_replace_prob": -1}, "mask_replace_prob=-1"),
         ({"random_replace_prob": 0.5}, "must not exceed 1"),
         ({"mlm": False, "whole_word_mask": True}, "needs mlm=True"),

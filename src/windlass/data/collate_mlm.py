@@ -122,14 +122,14 @@ class DataCollatorForLanguageModeling(Framework):
             )
         if self.whole_word_mask and not self.mlm:
             raise ValueError("whole_word_mask=True needs mlm=True")
-        shares = {
+        shares: dict[str, float | None] = {
             "mask_replace_prob": self.mask_replace_prob,
             "random_replace_prob": self.random_replace_prob,
         }
         if self.mlm:
-            shares["mlm_probability"] = -1 if self.mlm_probability is None else self.mlm_probability
+            shares["mlm_probability"] = self.mlm_probability
         for name, value in shares.items():
-            if not 0 <= value <= 1:
+            if value is None or not 0 <= value <= 1:
                 raise ValueError(f"{name}={value!r}: must lie between 0 and 1")
         if self.mask_replace_prob + self.random_replace_prob > 1:
             raise ValueError("mask_replace_prob + random_replace_prob must not exceed 1")
