@@ -153,16 +153,17 @@ def prune_command(options: argparse.Namespace) -> int:
     store = Store(local_path(options.folder))
     if is_one_checkpoint(store.root):
         raise CheckpointError(f"{store.root} is one checkpoint: name its folder, {named(store.root).parent}")
-    whole = store.whole()
-    if not whole:
+    if not store.whole():
         raise CheckpointError(f"{store.root} has no complete checkpoints")
-    notes = notes_of(whole)
-    if keep_best is not None and all(metric_of(info) is None for info in whole):
-        raise CheckpointError(f"no checkpoint in {store.root} has a metric; use --keep-last")
-    policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
-    going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
-    # Not beside a run that saves into the folder: its own retention would miss what goes here.
+    # Not beside a run that saves into the folder: its own retention would miss what goes here. What goes is chosen
+    # under the lock, because a run that has just ended may have a newer best.
     with nullcontext() if dry_run else RunLock(store.root):
+        whole = store.whole()
+        notes = notes_of(whole)
+        if keep_best is not None and all(metric_of(info) is None for info in whole):
+            raise CheckpointError(f"no checkpoint in {store.root} has a metric; use --keep-last")
+        policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
+        going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
         for info in going:
             if not dry_run:
                 store.remove(info.path)
