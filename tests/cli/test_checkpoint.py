@@ -23,7 +23,6 @@ from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.optimizer_state import save_optimizer_state
-from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.sharded import rank_file
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.tensor_file import CODES, TensorFile, write_tensors
@@ -471,22 +470,6 @@ def test_the_model_that_a_resumed_run_looks_for_stays(run: Run, say: Say) -> Non
     run.manager.save(5, content, meta={})
     assert say("prune", run.root, "--keep-last", 1)[0] == 0
     assert steps_in(run.root) == {1, 5}
-
-
-def test_a_run_that_ends_meanwhile_has_its_checkpoints_counted(
-    run: Run, say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    acquire = RunLock.acquire
-
-    def after_the_run(lock: RunLock) -> None:
-        run.save(5, metric=0.0)
-        monkeypatch.setattr(RunLock, "acquire", acquire)
-        acquire(lock)
-
-    monkeypatch.setattr(RunLock, "acquire", after_the_run)
-    assert say("prune", run.root, "--keep-last", 1)[0] == 0
-    assert 5 in steps_in(run.root)
-    assert 4 not in steps_in(run.root)
 
 
 def test_the_best_are_known_by_their_metric_only(tmp_path: Path, say: Say) -> None:

@@ -1,4 +1,6 @@
-"""`windlass checkpoint ls` and `verify` of folders with several runs, and of those that another program wrote."""
+"""`windlass checkpoint ls`, `verify` and `prune` of folders with several runs, and of those that another program
+writes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store
 from windlass.cli.main import main
 
@@ -64,3 +67,22 @@ def test_the_working_directory_may_be_a_checkpoint(
     assert f"{path}: whole, 1 files" in capsys.readouterr().out
     assert main(["checkpoint", "prune", word, "--keep-last=1"]) == 2
     assert f"name its folder, {tmp_path}\n" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_while_the_lock_is_awaited_keeps_its_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(step: int) -> None:
+        Store(tmp_path).write(step, {}, lambda draft: draft.write_file("x", b"1"))
+
+    acquire = RunLock.acquire
+
+    def after_a_save(lock: RunLock) -> None:
+        save(3)
+        acquire(lock)
+
+    save(1)
+    save(2)
+    monkeypatch.setattr(RunLock, "acquire", after_a_save)
+    assert main(["checkpoint", "prune", str(tmp_path), "--keep-last", "1"]) == 0
+    assert [info.step for info in Store(tmp_path).list()] == [3]
