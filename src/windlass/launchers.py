@@ -79,9 +79,8 @@ def notebook_launcher(
     import torch
 
     count = visible_devices() or 1 if num_processes is None else num_processes
-    settings = Settings()
-    settings.record(
-        KEYS["precision"], mixed_precision, "notebook_launcher(mixed_precision=)", "flag", implicit=False
+    settings = _settings(
+        mixed_precision=mixed_precision, max_restarts=max_restarts, monitor_interval=monitor_interval
     )
     refuse([*settings.problems, *_machine_problems(count, node_rank, num_nodes, rdzv_backend)])
     if count * num_nodes == 1:
@@ -126,6 +125,16 @@ class _Call(NamedTuple):
         from windlass.compat.function_transfer import pack_call
 
         return write_call(folder, pack_call(self.function, tuple(self.args)), self.threads)
+
+
+def _settings(**given: Any) -> Settings:
+    """Options of `notebook_launcher`, read as those of a launch file are."""
+    keys = {"mixed_precision": "precision"}
+    settings = Settings()
+    for name, value in given.items():
+        key = KEYS[keys.get(name, f"launch.{name}")]
+        settings.record(key, value, f"notebook_launcher({name}=)", "flag", implicit=False)
+    return settings
 
 
 @contextlib.contextmanager

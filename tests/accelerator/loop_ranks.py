@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +114,12 @@ def raw_use() -> None:
     with torch.no_grad():
         model(x)
     prepared(x)
-    copy.deepcopy(model)(x)
+    for copied in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        pickle.loads(pickle.dumps(prepared)),
+    ):
+        assert torch.equal(copied(x), prepared(x))
     assert accelerator.unwrap_model(prepared) is model
     with pytest.raises(
         ModelError, match=r"SGD that was given to `accelerator\.prepare` was stepped directly"
@@ -144,6 +151,24 @@ def prepared_again(shard: bool) -> None:
             accelerator.free_memory()
     one, _, two = ends
     assert all(torch.equal(one[name], two[name]) for name in one), "prepared again"
+
+
+def unfrozen() -> None:
+    """What replicas would not average is refused, and no process goes on with weights of its own."""
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for kind in ("one layer", "the model", "a new layer"):
+        accelerator, model = make(False), tiny()
+        frozen: Any = model[0] if kind == "one layer" else model
+        frozen.requires_grad_(kind == "a new layer")
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if kind == "a new layer":
+            model.add_module("late", nn.Linear(1, 1, dtype=torch.float64))
+            optimizer.add_param_group({"params": list(model.late.parameters())})
+        model.requires_grad_(True)
+        accelerator.backward(prepared(x).sum())
+        with pytest.raises(ModelError, match="frozen when the run began, or were added since"):
+            optimizer.step()
+        accelerator.free_memory()
 
 
 def stray_optimizer() -> None:
@@ -307,6 +332,7 @@ metrics()
 metrics_of_streams()
 ranks()
 raw_use()
+unfrozen()
 stray_optimizer()
 late_optimizer()
 syncing()

@@ -36,7 +36,9 @@ def test_words_may_stand_anywhere() -> None:
 
 def test_resume_may_name_a_checkpoint() -> None:
     assert read_options(["a.yaml", "--resume", "runs/a/checkpoint-3"]).resume == "runs/a/checkpoint-3"
-    assert read_options(["--resume", "b=1"]).resume is True
+    options = read_options(["--resume", "b=1", "b=2"])
+    assert options.resume is True
+    assert options.overrides == ["b=1", "b=2"]
 
 
 @pytest.mark.parametrize("words", [["a.yaml", "b.yaml"], ["--dryrun"], ["--nonsense"]])

@@ -176,6 +176,63 @@ def test_trackers_and_early_stopping() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (
+            {**LEAST["LLaMA-Factory"], "use_swanlab": True, "report_to": "none"},
+            {"training.report_to": ["swanlab"], "training.project": "llamafactory"},
+        ),
+        (
+            {**LEAST["LLaMA-Factory"], "use_swanlab": True, "report_to": "wandb", "swanlab_run_name": "first"},
+            {"training.report_to": ["wandb", "swanlab"], "training.run_name": "first"},
+        ),
+        (
+            {**LEAST["LLaMA-Factory"], "flash_attn": "fa3"},
+            {"training.model_init_kwargs.attn_implementation": "flash_attention_3"},
+        ),
+        (
+            {**LEAST["LLaMA-Factory"], "neat_packing": True, "use_dft_loss": True, "disable_shuffling": True,
+             "disable_gradient_checkpointing": True},
+            {"training.packing": True, "training.loss_type": "dft", "training.gradient_checkpointing": False,
+             "training.train_sampling_strategy": "sequential"},
+        ),
+        (
+            {**LEAST["LLaMA-Factory"], "quantization_bit": 4, "double_quantization": False, "fp16": True},
+            {"quantization": "nf4", "model.dtype": "float16"},
+        ),
+        (
+            {**LEAST["TRL"], "dataset_name": "org/rows", "dataset_config": "c", "eval_strategy": "epoch"},
+            {"data.train": "org/rows", "data.subset": "c", "data.eval_split": "test"},
+        ),
+        (
+            {**LEAST["Axolotl"], "datasets": [{"path": "a.jsonl", "type": "chat_template", "field_tools": "calls"}]},
+            {"data.rename": {"calls": "tools"}},
+        ),
+    ],
+)  # fmt: skip
+def test_words_of_the_programs(values: dict[str, Any], wanted: dict[str, Any]) -> None:
+    made = convert(values)
+    assert {key: made.get(key) for key in wanted} == wanted
+    assert not values.keys() & made.lost.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "lost"),
+    [
+        ({**LEAST["LLaMA-Factory"], "quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
+        ({**LEAST["LLaMA-Factory"], "quantization_bit": 3}, "quantization_bit"),
+        ({**LEAST["LLaMA-Factory"], "finetuning_type": "freeze"}, "finetuning_type"),
+        ({**LEAST["TRL"], "datasets": [{"path": "a.json", "columns": ["q"]}]}, "datasets.columns"),
+        ({**LEAST["TRL"], "load_in_4bit": True, "use_bnb_nested_quant": True}, "use_bnb_nested_quant"),
+        ({**LEAST["TRL"], "dataset_name": "a.json", "eval_strategy": "epoch"}, "eval_strategy"),
+        ({**LEAST["Axolotl"], "adapter": "ia3"}, "adapter"),
+    ],
+)  # fmt: skip
+def test_what_a_recipe_cannot_say_is_listed(values: dict[str, Any], lost: str) -> None:
+    assert lost in convert(values).lost
+
+
+@pytest.mark.parametrize(
     ("values", "mixture"),
     [
         ({**LEAST["Axolotl"], "datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}, ["a.jsonl", "b.jsonl"]),

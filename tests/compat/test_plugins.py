@@ -189,6 +189,7 @@ def test_logs_lie_in_the_project() -> None:
         (DistributedDataParallelKwargs(check_reduction=True), "check_reduction"),
         (DistributedDataParallelKwargs(gradient_as_bucket_view="yes"), "gradient_as_bucket_view"),
         (GradScalerKwargs(growth_factor=1.0), "growth_factor"),
+        (GradScalerKwargs(backoff_factor=1.0), "backoff_factor"),
         (GradScalerKwargs(init_scale=float("nan")), "init_scale"),
         (GradientAccumulationPlugin(num_steps=0), "num_steps"),
         (DataLoaderConfiguration(split_batches="yes"), "split_batches"),

@@ -106,7 +106,7 @@ def test_a_tracker_gets_what_it_may_know_as_it_is() -> None:
     "value", [1, 0.5, True, math.nan, Decimal("0.5"), torch.tensor([1.0]), np.float32(2)]
 )
 def test_what_is_a_number_can_be_compared(value: Any) -> None:
-    number = number_in({"eval_m": value}, "eval_m", "metric_for_best_model", "m")
+    number = number_in({"eval_m": value}, "eval_m", "m")
     assert type(number) is float
     assert number == float(value) or math.isnan(number)
 
@@ -114,4 +114,4 @@ def test_what_is_a_number_can_be_compared(value: Any) -> None:
 @pytest.mark.parametrize("value", ["0.5", None, 1j, [1.0, 2.0], {"f1": 1.0}, b"1", 1 << 2000])
 def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"metric_for_best_model='m'.*eval_m = .*is not a number"):
-        number_in({"eval_m": value}, "eval_m", "metric_for_best_model", "m")
+        number_in({"eval_m": value}, "eval_m", "m")

@@ -208,7 +208,7 @@ def test_whole_words(tokenizer: Any) -> None:
     ("options", "words"),
     [
         ({"mlm_probability": 1.5}, "mlm_probability=1.5"),
-        ({"mlm_probability": None}, "mlm_probability"),
+        ({"mlm_probability": None}, "mlm_probability=None"),
         ({"mask_replace_prob": -1}, "mask_replace_prob=-1"),
         ({"random_replace_prob": 0.5}, "must not exceed 1"),
         ({"mlm": False, "whole_word_mask": True}, "needs mlm=True"),
@@ -243,6 +243,9 @@ def test_permutation(tokenizer: Any) -> None:
     compare("DataCollatorForPermutationLanguageModeling", even(tokenizer), ("pt",), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="even number"):
         ours.DataCollatorForPermutationLanguageModeling(tokenizer)([[5, 6, 7]])
+    for options in ({"plm_probability": 0}, {"plm_probability": 1.5}, {"max_span_length": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*: "):
+            ours.DataCollatorForPermutationLanguageModeling(tokenizer, **options)
 
 
 def test_permutation_in_numpy_follows_the_same_rules(tokenizer: Any) -> None:

@@ -96,6 +96,16 @@ def test_a_beginning_that_would_be_lost_is_refused(options: Any, fix: str) -> No
         add_adapter(small.model(), config, [])
 
 
+def test_whole_modules_that_match_nothing_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def config(*names: str) -> Any:
+        return peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=list(names))
+
+    with pytest.raises(ConfigError, match=r"peft_config.modules_to_save=\['score'\]: matches no module"):
+        add_adapter(small.model(), config("score"), [])
+    add_adapter(small.model(), config("head", "score"), [])
+    assert "peft_config.modules_to_save: no module of LlamaForCausalLM is named 'score'" in caplog.text
+
+
 def _from_batches(kind: str) -> Any:
     """A model of peft, made and begun by the script."""
     torch.manual_seed(3)

@@ -13,6 +13,7 @@ from tests.finetuning.trainers import trainer_of
 
 from windlass import SFTTrainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError
+from windlass.core.types import CACHES
 
 pytest.importorskip("transformers")
 
@@ -83,7 +84,8 @@ def test_generation_of_a_packed_run_has_the_attention_of_padded_rows(
     forward = type(trainer.model).forward
 
     def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.add((kwargs.get("past_key_values") is not None, model.config._attn_implementation))
+        cached = any(kwargs.get(name) is not None for name in CACHES)
+        seen.add((cached, model.config._attn_implementation))
         return forward(model, *args, **kwargs)
 
     monkeypatch.setattr(type(trainer.model), "forward", watched)

@@ -56,7 +56,10 @@ def test_ignored_keys_come_from_the_config() -> None:
     model = nn.Linear(1, 1)
     assert ignored_keys(model) == []
     model.config = type("Config", (), {})()  # type: ignore[assignment]
-    assert ignored_keys(model) == ["past_key_values"]
+    assert ignored_keys(model) == ["past_key_values", "cache"]
+    for written_for in ("past_key_values", "cache"):
+        model.config.keys_to_ignore_at_inference = [written_for]  # type: ignore[union-attr]
+        assert set(ignored_keys(model)) == {"past_key_values", "cache"}
     model.config.keys_to_ignore_at_inference = ["mems"]  # type: ignore[union-attr]
     assert ignored_keys(model) == ["mems"]
 

@@ -175,11 +175,3 @@ def test_fp16_gets_the_real_one_and_takes_over_from_a_run_without() -> None:
     assert isinstance(scaler, LossScaler)
     scaler.load_state_dict({})
     assert scaler.get_scale() == 65536.0
-
-
-@pytest.mark.parametrize(
-    "factors", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}]
-)
-def test_factors_that_cannot_be_are_refused(factors: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="growth_factor > 1 > backoff_factor"):
-        LossScaler(CPU, **factors)  # type: ignore[arg-type]

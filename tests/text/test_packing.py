@@ -128,6 +128,13 @@ def test_kind_and_format_are_those_of_trl(kind: str) -> None:
         assert {k: [*map(int, v)] for k, v in mine.items()} == {k: [*map(int, v)] for k, v in their.items()}
 
 
+def test_nothing_is_packed_of_an_empty_dataset() -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2]]})
+    packed = pack_dataset(datasets.DatasetDict({"train": dataset.select([]), "test": dataset}), 4)
+    assert (len(packed["train"]), packed["test"][:]) == (0, {"input_ids": [[1, 2]], "seq_lengths": [[1, 1]]})
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_lists_of_a_fixed_size(strategy: str) -> None:
     datasets = pytest.importorskip("datasets")

@@ -19,7 +19,7 @@ from windlass.engine.recorded import executor_for
 from windlass.optim.per_parameter import updates_in_backward
 from windlass.precision.scaler import Scaler
 from windlass.transforms.alone import Alone
-from windlass.transforms.strategy import Strategy
+from windlass.transforms.strategy import Strategy, unfrozen
 from windlass.zero.zero_executor import ZeroExecutor
 
 
@@ -91,6 +91,8 @@ class Executors:
         self._optimizers: list[weakref.ref[PreparedOptimizer]] = []
         # The number of its parameters, and the executor over them.
         self._executors = weakref.WeakKeyDictionary[PreparedOptimizer, tuple[int, NativeExecutor]]()
+        # The parameters of each that no strategy averages: they may be there as long as they have no gradients.
+        self._apart = weakref.WeakKeyDictionary[PreparedOptimizer, list[Tensor]]()
         # By optimizer that DeepSpeed's engine steps: its executor, and its parameters before they were divided.
         self._engines: dict[int, tuple[ZeroExecutor, list[Tensor]]] = {}
 
@@ -146,7 +148,18 @@ class Executors:
                 executor.remove_hooks()
             executor = self._new_executor(strategy, optimizer.optimizer, parameters)
             self._executors[optimizer] = count, executor
+            self._apart[optimizer] = self._not_averaged(parameters)
         return executor
+
+    def _not_averaged(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those whose gradients would stay different on the processes: frozen when their model was prepared, or new."""
+        if self._ranks == 1:
+            return []
+        return [p for p in parameters if not any(self._averages(strategy, p) for strategy in self.strategies)]
+
+    @staticmethod
+    def _averages(strategy: Strategy, parameter: Tensor) -> bool:
+        return strategy.averages(parameter) and any(parameter is own for own in strategy.module.parameters())
 
     def _new_executor(self, strategy: Strategy, optimizer: Any, parameters: Any) -> NativeExecutor:
         if not updates_in_backward(optimizer):
@@ -207,6 +220,8 @@ class Executors:
         if self.discards:
             return False
         executor = self.executor_of(optimizer)
+        if any(p.grad is not None for p in self._apart.get(optimizer, ())):
+            raise unfrozen()
         if not self.scaler.active or isinstance(executor, ZeroExecutor):
             applied = executor.step()
             if executor.dispatch is not None:

@@ -75,24 +75,32 @@ def restore_forward(module: nn.Module) -> None:
             module.forward = mixed.replaced
 
 
-def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], None]:
-    """Refuse training forwards of `module` outside `wrapper`, which reduces gradients. Return the undo function."""
-    seen, guarded = wrapper.forwards, weakref.ref(module)
+class RawForwardCheck:
+    """A hook that refuses training forwards of `module` outside `wrapper`, which reduces gradients."""
 
-    def check(bare: nn.Module, args: tuple[Any, ...]) -> None:
-        nonlocal seen
-        if bare is not guarded():  # a copy of the module, which is not prepared
+    def __init__(self, module: nn.Module, wrapper: Replicated) -> None:
+        self._guarded, self._wrapper, self._seen = weakref.ref(module), wrapper, wrapper.forwards
+
+    def __call__(self, bare: nn.Module, args: tuple[Any, ...]) -> None:
+        if bare is not self._guarded():  # a copy of the module, which is not prepared
             return
         # With as many forwards of the wrapper as before, this one did not come through it.
-        if wrapper.forwards == seen and bare.training and torch.is_grad_enabled():
+        if self._wrapper.forwards == self._seen and bare.training and torch.is_grad_enabled():
             name = type(bare).__name__
             raise ModelError(
                 f"the {name} that was given to `accelerator.prepare` was called directly: its gradients would not be "
                 "reduced over the processes. Call the model that `prepare` returned"
             )
-        seen = wrapper.forwards
+        self._seen = self._wrapper.forwards
 
-    return module.register_forward_pre_hook(check).remove
+    def __reduce__(self) -> Any:
+        # A file of the whole module is read without Windlass too. As a hook this returns the arguments unchanged.
+        return getattr, ({}, "get")
+
+
+def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], None]:
+    """Refuse training forwards of `module` outside `wrapper`. Return the undo function."""
+    return module.register_forward_pre_hook(RawForwardCheck(module, wrapper)).remove
 
 
 def is_compiled_module(module: nn.Module) -> bool:

@@ -88,7 +88,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             # Not an error: with several named evaluation sets only one of them has the metric.
             warn_once(logger, f"EarlyStoppingCallback: an evaluation without {name} is ignored.")
             return
-        value = number_in(metrics, name, "metric_for_best_model", metric)
+        value = number_in(metrics, name, metric)
         self.check_metric_value(args, state, control, value)
         count = self.early_stopping_patience_counter
         if self.has_stopped:

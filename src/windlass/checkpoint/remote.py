@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -303,14 +304,11 @@ class Mirror:
     def _free_name(self, stem: str) -> str:
         """An unused name; files of an interrupted upload under it are removed."""
         taken = set(self._names())
-        for number in range(len(taken) + 1):
-            name = f"{stem}-again-{number}" if number else stem
-            if name not in taken:
-                return name
-            if self._is_cut_off(name):
-                self._remove(name)
-                return name
-        raise AssertionError("as many names as there are folders, and one more")
+        names = itertools.chain([stem], (f"{stem}-again-{number}" for number in itertools.count(1)))
+        name = next(name for name in names if name not in taken or self._is_cut_off(name))
+        if name in taken:
+            self._remove(name)
+        return name
 
     def remove(self, path: Path) -> None:
         """Remove the remote counterpart of the local folder `path`. Raises OSError if the service refused."""

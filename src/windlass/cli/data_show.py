@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from windlass.config.documents import Document, parse_override
-from windlass.config.sections.setting import rules_in
-from windlass.config.values import alternatives, coerce, value_fault
+from windlass.config.values import alternatives, coerce, type_fault
 from windlass.core.errors import ConfigError, DataError, Problem, refuse, unknown
 from windlass.core.output import STDOUT, say, say_json
 from windlass.core.types import IGNORED
@@ -85,16 +84,8 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
     known = [*_NAMES, "tokenizer", "data.KEY"]
     refuse(unknown(values, known, what=f"is not an option; known: {', '.join(known)}"))
     given, hints = coerce(TextOptions, values), alternatives(TextOptions)
-    refuse(
-        Problem(item.name, given[item.name], fault)
-        for item in fields(TextOptions)
-        if item.name in given
-        and (
-            fault := value_fault(
-                given[item.name], hints[item.name], rules_in(item), item.metadata.get("choices")
-            )
-        )
-    )
+    faults = {name: type_fault(value, hints[name]) for name, value in given.items()}
+    refuse(Problem(name, given[name], fault) for name, fault in faults.items() if fault)
     return given
 
 

@@ -69,15 +69,14 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     for flag, value in (("--resume", options.resume), ("--output-dir", options.output_dir)):
         if value == "":
             train.error(f"{flag} has an empty value; give a folder, or leave the flag out")
-    # argparse collects positional arguments up to the first option only.
-    given = [*options.words, *rest]
     resume = options.resume
     if sum(word == "--resume" or word.startswith("--resume=") for word in words) > 1:
         train.error("--resume is given twice; leave one out")
     if isinstance(resume, str) and f"--resume={resume}" not in words and not names_checkpoint(resume):
-        given.append(resume)
-        options.resume = True
-    recipes, options.overrides = names_and_overrides(given)
+        at = words.index("--resume")  # without its word, which has its place among the overrides
+        return read_options([*words[:at], *words[at + 1 :], "--resume"])
+    # argparse collects positional arguments up to the first option only.
+    recipes, options.overrides = names_and_overrides([*options.words, *rest])
     from windlass.recipes.schema import is_data
 
     for word in recipes:

@@ -32,10 +32,7 @@ def is_folder_name(model: str) -> bool:
 
 def scheme_of(url: str) -> str:
     """`s3` of `s3://bucket/run`."""
-    match = _URL.fullmatch(url)
-    if match is None:
-        raise ValueError(f"{url} is no URL")
-    return match[1].lower()
+    return url.partition("://")[0].lower()
 
 
 def parent_of(url: str) -> tuple[str, str]:

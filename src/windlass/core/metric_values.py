@@ -63,11 +63,11 @@ def python_number(value: Any) -> Any:
     return _converted(value, lambda part: part, 0)
 
 
-def number_in(metrics: Mapping[str, Any], key: str, field: str, name: str) -> float:
+def number_in(metrics: Mapping[str, Any], key: str, name: str) -> float:
     """The metric `key` as a float. Raises ConfigError if it is not a number.
 
     Args:
-        field, name: the option that asks for it, and what the option says, for the error.
+        name: what `metric_for_best_model` says, for the error.
     """
     value = python_number(metrics[key])
     try:
@@ -81,7 +81,7 @@ def number_in(metrics: Mapping[str, Any], key: str, field: str, name: str) -> fl
         f"the evaluation returns {key} = {shown} ({kind}), which is not a number; return a number from compute_metrics "
         "(NaN if there is none), or choose another metric"
     )
-    raise ConfigError(Problem(field, name, fix))
+    raise ConfigError(Problem("metric_for_best_model", name, fix))
 
 
 def _converted(value: Any, unknown: Unknown, depth: int) -> Any:

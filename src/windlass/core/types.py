@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 # The label of tokens and rows that losses leave out.
 IGNORED = -100
+# What models of transformers call their cache of keys and values, as an argument and as an output: before version 5.24,
+# and since.
+CACHES = ("past_key_values", "cache")
 # A state is what `checkpoint.codec` can write: tensors, numpy arrays, numbers, strings, None, lists, string-keyed
 # maps.
 State = dict[str, Any]

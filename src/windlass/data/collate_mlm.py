@@ -122,14 +122,14 @@ class DataCollatorForLanguageModeling(Framework):
             )
         if self.whole_word_mask and not self.mlm:
             raise ValueError("whole_word_mask=True needs mlm=True")
-        shares = {
+        shares: dict[str, float | None] = {
             "mask_replace_prob": self.mask_replace_prob,
             "random_replace_prob": self.random_replace_prob,
         }
         if self.mlm:
-            shares["mlm_probability"] = -1 if self.mlm_probability is None else self.mlm_probability
+            shares["mlm_probability"] = self.mlm_probability
         for name, value in shares.items():
-            if not 0 <= value <= 1:
+            if value is None or not 0 <= value <= 1:
                 raise ValueError(f"{name}={value!r}: must lie between 0 and 1")
         if self.mask_replace_prob + self.random_replace_prob > 1:
             raise ValueError("mask_replace_prob + random_replace_prob must not exceed 1")
@@ -295,13 +295,20 @@ class DataCollatorForPermutationLanguageModeling(Framework):
             float32, where perm_mask[b, i, j] = 1 if token i may not see token j.
 
     Raises:
-        ValueError: an odd length (half of the sequence is memory of the other half), or no mask token.
+        ValueError: an odd length (half of the sequence is memory of the other half), no mask token, or spans that do
+            not fit into their contexts.
     """
 
     tokenizer: Any
     plm_probability: float = 1 / 6
     max_span_length: int = 5
     return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.plm_probability <= 1:
+            raise ValueError(f"plm_probability={self.plm_probability!r}: must lie above 0, and not above 1")
+        if self.max_span_length < 1:
+            raise ValueError(f"max_span_length={self.max_span_length!r}: must be at least 1")
 
     def torch_call(self, examples: Features) -> dict[str, Any]:
         """The batch as tensors. `examples` are mappings with `input_ids`, or lists of token ids."""

@@ -111,14 +111,10 @@ class Watchdog:
     def _mark_meeting(self) -> None:
         """Mark the wait of a script that opens the process group itself and leaves no marks."""
         call = self._beacon.mark().call
-        if call == START and in_main_thread("init_process_group", "distributed_c10d.py"):
+        if call == START and _is_meeting():
             self._marked_meeting, self._idle = True, 0.0
             self._beacon.note(MEETING)
-        elif (
-            call == MEETING
-            and self._marked_meeting
-            and not in_main_thread("init_process_group", "distributed_c10d.py")
-        ):
+        elif call == MEETING and self._marked_meeting and not _is_meeting():
             self._marked_meeting = False
             self._beacon.note(f"{AFTER}{MEETING}")
 
@@ -152,11 +148,12 @@ def collectives_issued() -> int:
         return -1
 
 
-def in_main_thread(function: str, file: str) -> bool:
-    """Whether the main thread is in a call of `function` of a file whose path ends with `file`."""
+def _is_meeting() -> bool:
+    """Whether the main thread is in a call of torch's `init_process_group`."""
     frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file):
+        code = frame.f_code
+        if code.co_name == "init_process_group" and code.co_filename.endswith("distributed_c10d.py"):
             return True
         frame = frame.f_back
     return False

@@ -22,7 +22,7 @@ from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepHooks, StepResult, WeightAverage
 from windlass.precision.scaler import Scaler, UnitScaler
 from windlass.transforms.rebind import update_singly
-from windlass.transforms.strategy import Strategy
+from windlass.transforms.strategy import Strategy, unfrozen
 
 
 class NativeExecutor:
@@ -279,6 +279,12 @@ class NativeExecutor:
         self._group_count, known = len(self.optimizer.param_groups), {id(p) for p in self._parameters}
         for parameter in _trained_parameters(self.strategy.module, self.optimizer):
             if id(parameter) not in known:
+                if (
+                    self.strategy.reduces
+                    and parameter.requires_grad
+                    and not self.strategy.averages(parameter)
+                ):
+                    raise unfrozen()
                 parameter.grad = None  # of updates that did not train it
                 self._parameters.append(parameter)
 

@@ -82,7 +82,7 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
     Raises:
         TypeError: it is not a `PeftConfig`.
         ValueError: the model has adapters already.
-        ConfigError: its target modules are not in the model, or the way in which it begins would be lost.
+        ConfigError: the modules that it names are not in the model, or the way in which it begins would be lost.
     """
     peft = peft_library(_PURPOSE)
     if not isinstance(peft_config, peft.PeftConfig):
@@ -204,19 +204,33 @@ def _name_of(model: nn.Module, layer: nn.Module) -> str:
 
 
 def _check_targets(model: nn.Module, peft_config: Any) -> None:
-    """Raise ConfigError if no listed target is a module of the model; warn of each that is not."""
-    targets = getattr(peft_config, "target_modules", None)
-    if not isinstance(targets, (list, set, tuple)) or not targets:
-        return
+    """Raise ConfigError if no listed module, to adapt or to train as a whole, is one of the model; warn of each that is
+    not.
+    """
     names = [name for name, _ in model.named_modules()]
-    missing = [t for t in targets if not any(_ends(name, t) for name in names)]
-    if len(missing) == len(targets) and not getattr(peft_config, "target_parameters", None):
-        raise ConfigError(_target_problem(model, peft_config, "matches no module"))
+    targets, whole = (getattr(peft_config, field, None) for field in ("target_modules", "modules_to_save"))
+    if isinstance(targets, (list, set, tuple)) and targets:
+        missing = [t for t in targets if not any(_ends(name, t) for name in names)]
+        if len(missing) == len(targets) and not getattr(peft_config, "target_parameters", None):
+            raise ConfigError(_target_problem(model, peft_config, "matches no module"))
+        _warn_of_missing(model, "target_modules", missing, "the others get adapters")
+    if whole:
+        # peft compares letters here, and says nothing.
+        missing = [t for t in whole if not any(name.endswith(t) for name in names)]
+        if len(missing) == len(whole):
+            fix = f"matches no module for {type(model).__name__}; leave it out, or name modules"
+            raise ConfigError(Problem("peft_config.modules_to_save", whole, fix))
+        _warn_of_missing(model, "modules_to_save", missing, "the others are trained as a whole")
+
+
+def _warn_of_missing(model: nn.Module, field: str, missing: list[str], others: str) -> None:
     if missing:
         logger.warning(
-            "peft_config.target_modules: no module of %s is named %s; the others get adapters",
+            "peft_config.%s: no module of %s is named %s; %s",
+            field,
             type(model).__name__,
             ", ".join(map(repr, sorted(missing))),
+            others,
         )
 
 

@@ -13,7 +13,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.trees import detach
-from windlass.core.types import LossTerms
+from windlass.core.types import CACHES, LossTerms
 
 logger = get_logger(__name__)
 
@@ -130,7 +130,11 @@ def _sum(values: Any) -> float:
 def ignored_keys(model: Any) -> list[str]:
     """Names of outputs that are not predictions, by the model's config; caches if it has none."""
     config = getattr(model, "config", None)
-    return [] if config is None else list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+    if config is None:
+        return []
+    named = list(getattr(config, "keys_to_ignore_at_inference", CACHES))
+    # A config that was written for the one name meets models that return the other.
+    return list(dict.fromkeys([*named, *CACHES])) if set(named) & set(CACHES) else named
 
 
 def labels_of(batch: Mapping[str, Any], label_names: Sequence[str]) -> Any:

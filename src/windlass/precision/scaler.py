@@ -70,10 +70,6 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0:
-            raise ValueError(
-                f"need growth_factor > 1 > backoff_factor > 0, not {growth_factor} and {backoff_factor}"
-            )
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval = growth_interval
         self._scale = torch.full((), init_scale, dtype=torch.float32, device=device)

@@ -253,13 +253,17 @@ def _as_lists(column: Flat) -> Iterable[Any]:
 
 
 def _packed_by_map(dataset: Any, seq_length: int, strategy: str, map_kwargs: dict[str, Any]) -> Any:
-    first = next(iter(dataset.values())) if isinstance(dataset, Mapping) else dataset
+    if isinstance(dataset, Mapping):
+        kind: Any = type(dataset)
+        parts = dataset.items()
+        return kind({name: _packed_by_map(part, seq_length, strategy, map_kwargs) for name, part in parts})
     options = {"seq_length": seq_length, "strategy": strategy}
     packed = dataset.with_format("arrow").map(_pack_table, batched=True, fn_kwargs=options, **map_kwargs)
-    if not hasattr(first, "format"):  # a stream
-        return packed.with_format(getattr(getattr(first, "_formatting", None), "format_type", None))
-    form = dict(first.format)
-    if strategy != "wrapped":
+    if not hasattr(dataset, "format"):  # a stream
+        return packed.with_format(getattr(getattr(dataset, "_formatting", None), "format_type", None))
+    form = dict(dataset.format)
+    # `map` leaves a dataset without rows as it is.
+    if "seq_lengths" in packed.column_names:
         form["columns"] = [*form["columns"], "seq_lengths"]
     return packed.with_format(**form.pop("format_kwargs"), **form)
 

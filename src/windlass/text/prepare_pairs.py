@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ def prepare_pairs(
     *,
     numbers: Sequence[str] = (),
     cache: str | Path | None = None,
-    progress: Callable[[int], None] = lambda done: None,
     name: str = "train",
 ) -> Any:
     """Tokenize a dataset of preferences. What is kept on the disk does not depend on `max_length`.
@@ -43,7 +42,6 @@ def prepare_pairs(
         tokenizer: a `transformers` tokenizer.
         numbers: columns of numbers that are taken over if the dataset has them; a row must then have one.
         cache: folder in which the result is kept, and looked for.
-        progress: called with the number of rows done.
         name: of the dataset, for the log.
 
     Returns:
@@ -63,7 +61,7 @@ def prepare_pairs(
     plain_options = PairOptions(answers=options.answers, whole=options.whole, eos_token=options.eos_token)
     try:
         encoder = PairEncoder(tokenizer, plain_options, plain[0])
-        rows = _tokens(plain, encoder, tokenizer, plain_options, cache, options.num_proc or 1, progress)
+        rows = _tokens(plain, encoder, tokenizer, plain_options, cache, options.num_proc or 1)
         columns = {name: _numbers(plain, name) for name in numbers if name in _columns(plain)}
     except RowError as error:
         raise error.located(dataset) from None
@@ -117,10 +115,9 @@ def _tokens(
     options: PairOptions,
     cache: str | Path | None,
     workers: int,
-    progress: Callable[[int], None],
 ) -> TokenRows:
     def made() -> Prepared:
-        rows = TokenRows.joined([batch.rows for batch in encode(dataset, encoder, workers, progress)])
+        rows = TokenRows.joined([batch.rows for batch in encode(dataset, encoder, workers)])
         return rows, TextSummary.of(rows, 0)
 
     key = None if cache is None else content_key(dataset, tokenizer, options)

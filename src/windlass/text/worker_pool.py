@@ -122,7 +122,7 @@ def in_batches(stream: Any, step: Callable[..., Any], example: Any, made: Collec
 
 
 def encode(
-    dataset: Any, encoder: RowEncoder, workers: int, progress: Callable[[int], None]
+    dataset: Any, encoder: RowEncoder, workers: int, progress: Callable[[int], None] = lambda done: None
 ) -> list[EncodedBatch]:
     """Return the encoded batches of a dataset, in order. Raises RowError for the first row that cannot be encoded.
 

@@ -144,4 +144,4 @@ def find_metric(metrics: Mapping[str, float], name: str) -> float:
     if key not in metrics:
         fix = f"no evaluation returns {key!r}; it returns: {', '.join(sorted(metrics))}"
         raise ConfigError(Problem("metric_for_best_model", name, fix))
-    return number_in(metrics, key, "metric_for_best_model", name)
+    return number_in(metrics, key, name)

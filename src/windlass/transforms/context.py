@@ -19,6 +19,7 @@ from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.optional import is_imported, require
 from windlass.core.rng import ForwardRandomness
 from windlass.core.trees import map_leaves
+from windlass.core.types import CACHES
 from windlass.dist.gang import Gang
 from windlass.transforms.divided_output import DividedOutput, Gatherable
 from windlass.transforms.divided_sequences import (
@@ -37,7 +38,7 @@ from windlass.transforms.zigzag import Zigzag
 
 _COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch"}
 # Arguments of a step of generation, which runs on whole rows.
-_GENERATING = ("past_key_values", "cache_position", "use_cache", "logits_to_keep")
+_GENERATING = (*CACHES, "cache_position", "use_cache", "logits_to_keep")
 _HIDDEN = ("output_hidden_states", "output_attentions", "output_router_logits")
 _LAYERS = {"full_attention", "sliding_attention"}  # transformers' names
 _TRAIN_WHOLE = "Train it with cp_size=1 and sp_size=1."
@@ -46,7 +47,7 @@ _TRAIN_WHOLE = "Train it with cp_size=1 and sp_size=1."
 class DividedForwards:
     """Divides the batches that a model gets, until `release`.
 
-    Forwards of generation, and those that get `past_key_values` or `use_cache=True`, run on whole rows on each rank.
+    Forwards of generation, and those that get a cache or `use_cache=True`, run on whole rows on each rank.
 
     Args:
         module: the model of transformers, or a wrapper of it.

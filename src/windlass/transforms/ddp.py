@@ -105,6 +105,8 @@ class DataParallel(Strategy):
         self._frozen = [
             p for name, p in module.named_parameters() if not p.requires_grad and name not in left_out
         ]
+        # Those that are left out are averaged elsewhere (experts), or are to differ.
+        self._trained = {id(p) for n, p in module.named_parameters() if p.requires_grad or n in left_out}
         # Under either option PyTorch finds unused parameters itself; otherwise the first update is checked.
         watched = not (self._wrapper.find_unused_parameters or plan.static_graph)
         self._watch = ReachedParameters(module, self._wrapper) if watched else None
@@ -115,6 +117,9 @@ class DataParallel(Strategy):
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:
         return _NOTHING if last or self._wrapper is None else self._wrapper.no_sync()
+
+    def averages(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._trained
 
     def check_reached(self) -> None:
         if self._wrapper is None:

@@ -97,11 +97,12 @@ def _with_masks(model: Any, module: Any, args: tuple[Any, ...], given: dict[str,
         return args, given  # a text, which layers of several kinds keep apart by its positions
     documents = _Documents(positions)
     masks = model.create_masks_for_generate(
-        config=model.config,
-        inputs_embeds=torch.empty(*documents.there.shape, 1, dtype=module.dtype, device=positions.device),
-        attention_mask=documents.there,
-        past_key_values=None,
-        position_ids=None,
+        model.config,
+        torch.empty(*documents.there.shape, 1, dtype=module.dtype, device=positions.device),
+        documents.there,
+        # The cache, whose name depends on the version, and positions.
+        None,
+        None,
         token_type_ids=None if kinds is None else documents.rows_of(kinds),
     )
     if isinstance(masks, dict) and len(masks) > 1:

@@ -202,6 +202,9 @@ class FullyShardedModel(HeldInParts):
     def left_over(self) -> Iterable[nn.Parameter]:
         return self._plain.averaged()
 
+    def averages(self, parameter: Tensor) -> bool:
+        return self._loss_ranks.size == 1 or is_sharded(parameter) or self._plain.averages(parameter)
+
     def check_reached(self) -> None:
         if self._forwards == self._seen:
             raise ModelError(
@@ -404,7 +407,7 @@ class _PlainGradients(AfterBackward):
             dist.all_reduce(gradient, group=self._loss_ranks.device_group)
             gradient.div_(self._loss_ranks.size)
 
-    def averages(self, parameter: nn.Parameter) -> bool:
+    def averages(self, parameter: Tensor) -> bool:
         """Return True if the gradient of `parameter` is averaged at the end of a backward."""
         return any(parameter is own for own in self._parameters)
 

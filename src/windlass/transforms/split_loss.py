@@ -116,7 +116,7 @@ class SplitLoss:
                 f"{type(model).__name__} has not computed its loss by its loss function. {_TRAINED}"
             )
         logits = _Part(output["logits"], self._head.split)
-        if set(output) - {"loss", "logits", "past_key_values"} or output.get("past_key_values") is not None:
+        if set(output) - {"loss", "logits"}:
             output["logits"] = logits.whole()
             return output
         return DividedOutput(output["loss"], logits)

@@ -144,6 +144,10 @@ class Strategy:
         """The global norm, from this rank's sum of `square`. Collective if ranks have different gradients."""
         return square.sqrt()
 
+    def averages(self, parameter: Tensor) -> bool:
+        """Return True if a gradient of `parameter` is averaged over ranks, also of one that requires it only now."""
+        return True
+
     def check_reached(self) -> None:
         """Called once per update, after its backwards. Raises ModelError if no forward since the last call went through
         the module that reduces gradients.
@@ -240,11 +244,11 @@ _OF_DDP = {
 
 
 def unfrozen() -> ModelError:
-    """The error of a parameter that requires gradients only since replicas were made."""
+    """The error of a parameter that requires gradients, or is there, only since the model was spread over ranks."""
     return ModelError(
-        "parameters that were frozen when the run began require gradients now, and these would not be averaged over "
-        "ranks: let them require gradients before train(), in a group of the optimizer whose learning rate is 0 until "
-        "they are to be trained"
+        "parameters that were frozen when the run began, or were added since, require gradients now, and these would "
+        "not be averaged over ranks: let them require gradients before train() or prepare(), in a group of the "
+        "optimizer whose learning rate is 0 until they are to be trained"
     )
 
 

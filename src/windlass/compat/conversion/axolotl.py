@@ -19,6 +19,7 @@ from windlass.compat.conversion.datasets import (
 from windlass.compat.conversion.shared import (
     Conversion,
     ForeignConfig,
+    named_items,
     put_adapter,
     put_early_stopping,
     put_fraction,
@@ -222,7 +223,7 @@ def _data(made: Conversion, source: ForeignConfig) -> None:
         source.take("test_datasets") or [],
     )
     found, held = (
-        [_dataset(made, source, *item) for item in _named(name, items)]
+        [_dataset(made, source, *item) for item in named_items(name, items)]
         for name, items in (("datasets", listed), ("test_datasets", test))
     )
     kept = put_training_data(made, found, source, "datasets")
@@ -233,11 +234,6 @@ def _data(made: Conversion, source: ForeignConfig) -> None:
     elif any(item.conversational for item in kept):
         made.put("training.assistant_only_loss", True)
     _template(made, source)
-
-
-def _named(name: str, items: Any) -> list[tuple[str, Any]]:
-    items = items if isinstance(items, list) else [items]
-    return [(f"{name}." if len(items) == 1 else f"{name}[{at}].", item) for at, item in enumerate(items)]
 
 
 def _template(made: Conversion, source: ForeignConfig) -> None:
@@ -305,9 +301,11 @@ def _conversations(item: ForeignConfig) -> dict[str, Any]:
     role = names.get("role") or item.take("message_field_role", "role")
     content = names.get("content") or item.take("message_field_content", "content")
     roles = {theirs: ours for ours, listed in item.take("roles", {}).items() for theirs in listed}
-    item.skip(("message_field_role", "message_field_content", "field_tools"))
+    item.skip(("message_field_role", "message_field_content"))
     known = {theirs: ours for theirs, ours in roles.items() if _ROLES.get(theirs) != ours}
-    return messages_of(item.take("field_messages", "messages"), role, content, known)
+    options = messages_of(item.take("field_messages", "messages"), role, content, known)
+    tools = item.take("field_tools", "tools")
+    return options if tools == "tools" else {**options, "rename": {tools: "tools"}}
 
 
 def _own_prompts(made: Conversion, kind: ForeignConfig) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "enable_liger_kernel": ("training.use_liger_kernel", None),
 }
 _NO_EFFECT = (
-    "do_train", "overwrite_cache", "overwrite_output_dir", "quantization_method", "plot_loss", "low_cpu_mem_usage",
+    "do_train", "overwrite_cache", "overwrite_output_dir", "plot_loss", "low_cpu_mem_usage",
     "use_fast_tokenizer", "use_reentrant_gc", "preprocessing_batch_size", "ray_run_name", "ray_storage_path",
     "ray_num_workers", "resources_per_worker", "placement_strategy", "media_dir", "include_num_input_tokens_seen",
 )  # fmt: skip
@@ -55,7 +55,7 @@ REASONS = {
     "mask_history": "each of the assistant's turns is trained on",
     "adapter_name_or_path": "a recipe begins a new adapter",
 }
-_FLASH = {"fa2": "flash_attention_2", "disabled": "eager"}
+_FLASH = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled": "eager"}
 _TAGS = {
     "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"),
@@ -85,7 +85,10 @@ def convert(source: ForeignConfig, made: Conversion) -> None:
     _method(made, source)
     put_early_stopping(made, source, "early_stopping_steps")
     if source.take("use_swanlab", False):
-        made.put("training.report_to", ["swanlab"])
+        # Beside the others. Without the key there are none.
+        others = source.take("report_to", "none")
+        others = others if isinstance(others, list) else [others]
+        made.put("training.report_to", [*(name for name in others if name != "none"), "swanlab"])
         made.put("training.project", source.take("swanlab_project", "llamafactory"))
         if name := source.take("swanlab_run_name"):
             made.put("training.run_name", name)
@@ -124,6 +127,8 @@ def _method(made: Conversion, source: ForeignConfig) -> None:
             if bits == 4 and source.take("double_quantization", True):
                 made.lose(source, "double_quantization", "scales are not quantized once more", True)
     source.skip(("quantization_type", "double_quantization"))
+    if source.take("quantization_method", "bnb") not in ("bnb", "bitsandbytes"):
+        made.lose(source, "quantization_method", "weights of few bits are those of bitsandbytes")
     pure = bool(source.take("pure_bf16", False))
     # The base of an adapter is loaded in the dtype that is computed in; weights that are trained are float32.
     if pure or (adapts and made.get("training.bf16")):

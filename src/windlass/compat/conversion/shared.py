@@ -79,6 +79,12 @@ class Conversion:
             self.lose(source, name, reasons.get(name, _NO_SUCH_KEY))
 
 
+def named_items(name: str, items: Any) -> list[tuple[str, Any]]:
+    """Return each item of a list, or the only one, with what its keys are called by: `name.` or `name[0].`."""
+    items = items if isinstance(items, list) else [items]
+    return [(f"{name}." if len(items) == 1 else f"{name}[{at}].", item) for at, item in enumerate(items)]
+
+
 _DTYPES = ("float32", "bfloat16", "float16")
 # option of peft.LoraConfig -> the keys that set it
 _ADAPTER: dict[str, tuple[str, ...]] = {

@@ -15,6 +15,7 @@ from windlass.compat.conversion.datasets import (
 from windlass.compat.conversion.shared import (
     Conversion,
     ForeignConfig,
+    named_items,
     put_adapter,
     put_dtype,
     put_model_options,
@@ -48,24 +49,27 @@ def convert(source: ForeignConfig, made: Conversion) -> None:
     )
     if length := source.take("max_seq_length"):
         made.put("training.max_length", length)
-    found = _datasets(source)
+    found = _datasets(source, made)
     put_training_data(made, found, source, "datasets" if source.take("datasets") else "dataset_name")
     _evaluation(source, made, found)
     for key in ("dataset_streaming", "streaming"):
         put_streaming(made, source, key)
 
 
-def _datasets(source: ForeignConfig) -> list[Dataset]:
+def _datasets(source: ForeignConfig, made: Conversion) -> list[Dataset]:
     name, subset = source.take("dataset_name"), source.take("dataset_config")
     split = source.take("dataset_train_split", "train")
     listed = source.take("datasets")
     if not listed:
         return [Dataset(name, _hub_options(name, subset, split))] if name else []
     found = []
-    for item in listed:
-        path = item.get("data_files") or item["path"]
-        options = _hub_options(path, item.get("name"), item.get("split", "train"))
-        found.append(Dataset(path, options, item.get("fraction")))
+    for within, values in named_items("datasets", listed):
+        item = ForeignConfig(values, within=within)
+        path = item.take("data_files") or item.values["path"]
+        options = _hub_options(path, item.take("name"), item.take("split", "train"))
+        found.append(Dataset(path, options, item.take("fraction")))
+        item.skip(("path",))
+        made.lose_rest(item, {})
     return found
 
 
