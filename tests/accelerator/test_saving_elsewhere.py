@@ -291,6 +291,8 @@ def test_a_url_takes_a_checkpoint_and_gives_it_back(url: str, background: bool) 
     assert name in ("state", "state-again-1")
     with pytest.raises(CheckpointError, match="there is no such folder"):
         accelerator.load_state(f"{url}/other")
+    with pytest.raises(ConfigError, match=r"best_\{step\}'?: the name has braces"):
+        accelerator.save_state("best_{step}")
     with pytest.raises(ConfigError, match="name a folder in it"):
         accelerator.save_state("memory://state")
 

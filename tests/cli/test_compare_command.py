@@ -18,6 +18,8 @@ from torch import nn
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+layers, x = nn.LSTM(8, 16, 2, dropout=0.5), torch.ones(2, 3, 8)
+assert torch.equal(layers.forward(x)[0], layers.forward(x)[0]), "dropout of a recurrent layer"
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 rows = [(x, x.sum().unsqueeze(0)) for x in torch.randn(64, 8)]
 loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)

@@ -73,14 +73,18 @@ def test_no_weights_are_made(folder: Path) -> None:
     assert estimate(model, ["int8"])[0].cells()[3] == "-"
 
 
-@pytest.mark.parametrize("case", ["missing/config.json", "other.json", "empty", "unknown_type"])
+@pytest.mark.parametrize("case", ["missing/config.json", "other.json", "empty", "unknown_type", "no_type"])
 def test_what_cannot_be_built(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     (tmp_path / "unknown_type").mkdir()
+    (tmp_path / "no_type").mkdir()
+    (tmp_path / "no_type" / "config.json").write_text("{}")
     (tmp_path / "unknown_type" / "config.json").write_text(json.dumps({"model_type": "no such"}))
     assert main(["estimate-memory", str(tmp_path / case)]) == 2
-    assert case.split("/")[0] in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert case.split("/")[0] in said
+    assert case != "no_type" or "`windlass plan` predicts the memory of the script" in said
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,7 @@ def test_the_trainer_of_transformers_is_answered(tmp_path: Path) -> None:
         (["missing.py"], "SCRIPT='missing.py': there is no such file"),
         (["missing.yaml"], "missing.yaml"),
         (["pythondocs"], "is neither a recipe"),
+        (["."], "is neither a recipe"),
         (["sft-loar"], "did you mean 'sft-lora'?"),
         (["empty.py"], "without a call of Trainer.train()"),
         (["leaves.py"], "leaves.py ended with 3 before it called Trainer.train()"),

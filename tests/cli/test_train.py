@@ -79,6 +79,21 @@ training:
   load_best_model_at_end: true
   metric_for_best_model: accuracy
 """
+TRANSLATION = """\
+task: seq2seq
+metric: bleu
+data:
+  train: train.tsv
+  columns: [text, target]
+  max_length: 8
+model:
+  config: {model_type: t5, d_model: 16, d_kv: 8, d_ff: 16, num_layers: 1, num_heads: 2}
+tokenizer:
+  train: {vocab_size: 300}
+training:
+  max_steps: 4
+  eval_strategy: "no"
+"""
 
 
 @pytest.fixture
@@ -183,7 +198,8 @@ def test_dry_run_counts_epochs(windlass: Run) -> None:
     )
     found = json.loads(out)
     assert found["steps"] == 12  # 64 texts, 24 to an update, 3 updates to an epoch, 4 epochs
-    assert found["checked"] == {"updates": 2, "evaluation": True, "save": True, "load": True}
+    checked = {"updates": 2, "evaluation": True, "predictions": False, "save": True, "load": True}
+    assert found["checked"] == checked
     assert found["disk_bytes"] == found["checkpoints_kept"] * found["checkpoint_bytes"] > 0
     assert found["schema"] == "windlass-dry-run/1"
     # One more than the epochs: the best weights are loaded at the end, and evaluated.
@@ -193,6 +209,23 @@ def test_dry_run_counts_epochs(windlass: Run) -> None:
     # 3 updates to an epoch: the end of training is that of the last one, which is not whole.
     assert (found["steps"], found["evaluations"], found["saves"]) == (20, 8, 7)
     assert found["checkpoints_kept"] == 4  # the two newest, the best, and one before it is removed
+
+
+def test_dry_run_generates_what_the_run_writes_at_its_end(
+    room: Path, windlass: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted: list[int] = []
+    predict = Trainer.predict
+
+    def noted(trainer: Trainer, rows: Any, *args: Any, **kwargs: Any) -> Any:
+        predicted.append(len(rows))
+        return predict(trainer, rows, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "predict", noted)
+    (room / "translate.yaml").write_text(TRANSLATION)
+    out = windlass("train", "translate.yaml", "--dry-run", "--json", "data.test=train.tsv")
+    assert json.loads(out)["checked"]["predictions"]
+    assert predicted == [16]  # two batches
 
 
 @pytest.mark.parametrize(
@@ -208,6 +241,8 @@ def test_dry_run_counts_epochs(windlass: Run) -> None:
             "training.metric_for_best_model=loss",
         ],
         ["training.load_best_model_at_end=true", "training.save_total_limit=1"],
+        # The last update is saved, and after the evaluation of its epoch again.
+        ["training.eval_strategy=epoch", "training.keep_best=1"],
     ],
 )
 def test_dry_run_counts_what_the_run_does(

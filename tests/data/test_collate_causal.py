@@ -9,6 +9,7 @@ import torch
 
 from windlass.core.errors import ConfigError, DataError
 from windlass.data.collate_causal import DataCollatorForCausalLM
+from windlass.data.collate_flatten import DataCollatorWithFlattening
 
 PLAIN = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
 MASKED = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4, 5], "labels": [4, -100]}]
@@ -82,3 +83,18 @@ def test_lengths_that_do_not_add_up_are_refused() -> None:
 def test_a_multiple_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="pad_to_multiple_of=0"):
         DataCollatorForCausalLM(pad_token_id=0, pad_to_multiple_of=0)
+
+
+@pytest.mark.parametrize("kind", [DataCollatorForCausalLM, DataCollatorWithFlattening])
+def test_tokens_that_are_not_attended_are_no_part_of_a_joined_row(kind: Any) -> None:
+    collator = kind(0, padding_free=True) if kind is DataCollatorForCausalLM else kind()
+    padded = [
+        {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1]},
+        {"input_ids": [7, 8, 0], "labels": [1, 2, 3], "attention_mask": [1, 1, 0]},
+    ]
+    bare = [{"input_ids": [5, 6]}, {"input_ids": [7, 8], "labels": [1, 2]}]
+    found, expected = collator(padded), collator(bare)
+    assert found.keys() == expected.keys()
+    assert all(
+        found[name].tolist() == expected[name].tolist() for name in ("input_ids", "labels", "position_ids")
+    )

@@ -46,6 +46,15 @@ def test_an_optimizer_that_reads_its_count_of_steps_is_planned(tmp_path: Path) -
     assert at_most(found, "optimizer state") == weights + 4 * len(list(llama().parameters()))
 
 
+def test_an_optimizer_that_compiles_its_update_is_planned_with_its_state_in_few_bits(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    eight, four = (trace(tmp_path, optim=f"adamw_torch_{bits}bit") for bits in (8, 4))
+    # Two averages of a byte, or half of one, for a weight of four; a few vectors are not quantized.
+    assert 2 / 4 < at_most(eight, "optimizer state") / at_most(eight, "weights") < 0.7
+    assert 1 / 4 < at_most(four, "optimizer state") / at_most(four, "weights") < 0.4
+    assert at_most(four, "optimizer state") == four.saved["optimizer state"]
+
+
 def test_an_optimizer_without_state_saves_no_bytes_of_it(tmp_path: Path) -> None:
     """Of a stack of which few layers are run, what is 0 for each of them is still in the sum."""
     whole, few = (trace(tmp_path, whole=whole, layers=8, optim="sgd") for whole in (True, False))

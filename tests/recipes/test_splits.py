@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.core.errors import DataError
+from windlass.core.errors import ConfigError, DataError
 from windlass.recipes import splits
 from windlass.recipes.readers import Record
-from windlass.recipes.schema import DataSpec
+from windlass.recipes.recipe import load_recipe, training_arguments
+from windlass.recipes.schema import DataSpec, Recipe
+from windlass.recipes.tasks import TASKS
 
 
 def records(values: list[str], name: str = "text") -> list[Record]:
@@ -86,3 +90,30 @@ def test_no_evaluation_when_the_fraction_is_zero() -> None:
     train, held = splits.load_records(data, seed=1, cut_texts=True)
     assert train
     assert held == []
+
+
+def test_each_split_of_a_dataset_of_the_hub_is_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the training data, which an evaluation would otherwise be measured on."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for name in ("train", "validation", "test"):
+        (rows / f"{name}.jsonl").write_text(f'{{"text": "from {name}", "target": "to"}}\n' * 3)
+    hub = {"format": "hub", "eval_split": "validation", "test_split": "test"}
+    new = {"model": {"config": {"model_type": "t5"}}, "tokenizer": {"train": {"vocab_size": 300}}}
+
+    def load(**data: str) -> Recipe:
+        (tmp_path / "recipe.yaml").write_text(json.dumps({"task": "seq2seq", "data": data, **new}))
+        return load_recipe(str(tmp_path / "recipe.yaml"))
+
+    for named in ({}, {"eval": str(rows), "test": str(rows)}):
+        recipe = load(**hub, train=str(rows), **named)
+        parts = TASKS["seq2seq"].build_parts(recipe, training_arguments(recipe.training, recipe.task))
+        for found, name in ((parts.train, "train"), (parts.evaluation, "validation"), (parts.test, "test")):
+            assert parts.tokenizer.decode(found[0]["input_ids"], skip_special_tokens=True) == f"from {name}"
+    said = r"data.eval='x'.*set data.eval_split(.|\n)*data.test='y'.*set data.test_split"
+    with pytest.raises(ConfigError, match=said):
+        load(format="hub", train="x", eval="x", test="y")

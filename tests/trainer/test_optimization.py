@@ -347,6 +347,27 @@ def test_several_refusals_come_together(tmp_path: Path) -> None:
         kind(Net(), arguments(tmp_path), train_dataset=rows(8)).train()
 
 
+class Table(nn.Module):
+    """With gradients of an embedding that are not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.table(x.argmax(-1)).sum()}
+
+
+def test_sparse_momentum_is_refused_before_a_run_that_saves(tmp_path: Path) -> None:
+    """And not by its first save."""
+    saving = arguments(tmp_path, optim="sgd", optim_args="momentum=0.9", save_strategy="steps", save_steps=2)
+    trainer = Trainer(Table(), saving, train_dataset=rows(16))
+    said = r"model.table.sparse=True: SGD with momentum=0.9 .*sparse=False, or set momentum to 0"
+    with pytest.raises(ConfigError, match=said):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_an_optimizer_with_tensors_of_no_model_is_refused_before_a_run_that_saves(tmp_path: Path) -> None:
     for strategy in ("steps", "no"):
         model, latents = Net(), torch.zeros(2, requires_grad=True)

@@ -175,10 +175,10 @@ def check(seed: int, kind: str, ranks: Gang) -> None:
 
 def check_norms(strategy: Strategy, model: nn.Module, expected: list[Tensor], kind: str) -> None:
     """Norms of other orders than 2."""
-    for order in (1.0, 3.0, math.inf):
+    for order in (1.0, 3.0, -1.0, math.inf, -math.inf):
         filled = [g for g in expected if g.numel()]
-        if order == math.inf and kind == "ddp" and len(filled) < len(expected):
-            continue  # torch has no largest element of none
+        if (order < 0 or math.isinf(order)) and kind == "ddp" and len(filled) < len(expected):
+            continue  # torch has no largest or smallest element of none
         found = strategy.norm_of_order([p.grad for p in model.parameters() if p.grad is not None], order)
         assert math.isclose(found, nn.utils.get_total_norm(filled, order), rel_tol=CLOSE), order
 

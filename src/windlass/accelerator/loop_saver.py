@@ -300,6 +300,9 @@ class StatePlaces:
         """The place of the checkpoint `folder`; None means a numbered one of the project. `argument` is for errors."""
         if folder is None:
             return self._of_project(argument)
+        if "{step}" in Path(folder).name:
+            fix = "the name has braces that no f-string replaced: write the number itself, or another name"
+            raise ConfigError(Problem(argument, os.fspath(folder), fix))
         if not is_url(folder):
             path = named(Path(folder).expanduser().absolute())
             return StatePlace(str(path.parent), path.name)

@@ -178,6 +178,7 @@ RECORDER = Path(__file__).parent / "comparing" / "recorder.py"
 PEERS = ("trl", "transformers", "accelerate")
 """Packages whose versions are printed beside the results of the script's own libraries."""
 
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 _HELP = """\
 Run the first updates of a script twice, with the libraries that it imports and on Windlass's engine (`windlass run`),
 and compare rows, learning rate, loss, gradients, weights, time and memory. One process; the script is not changed.
@@ -297,12 +298,18 @@ def _rows(
         ]
         yield f"{name}, last", last[0], last[1], _apart(found.get(key))
     yield "weights", "", "", _apart(found.get("digests"))
-    yield "s per update", f"{own.seconds:.3g}", f"{ours.seconds:.3g}", f"x {ours.seconds / own.seconds:.2f}"
+    yield _times("time per update", own.seconds, ours.seconds)
     if own.pause and ours.pause:
-        yield "longest pause, s", f"{own.pause:.3g}", f"{ours.pause:.3g}", f"x {ours.pause / own.pause:.2f}"
+        yield _times("longest pause", own.pause, ours.pause)
     if own.memory and ours.memory:
         memory = [f"{record.memory / 2**20:.0f} MiB" for record in (own, ours) if record.memory]
         yield "memory growth", memory[0], memory[1], f"x {ours.memory / own.memory:.2f}"
+
+
+def _times(name: str, own: float, ours: float) -> tuple[str, str, str, str]:
+    """A row of two times, in the unit in which the shorter one is at least 1."""
+    unit, size = next((each for each in _UNITS if min(own, ours) >= each[1]), _UNITS[-1])
+    return f"{name}, {unit}", f"{own / size:.3g}", f"{ours / size:.3g}", f"x {ours / own:.2f}"
 
 
 def _apart(difference: FirstDifference | None) -> str:

@@ -61,14 +61,15 @@ class StepClock(TrainerCallback):
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The updates of the full run and of an epoch, and measurements in seconds; `evaluation` is of all data, or None
-    without any.
+    """The updates of the full run and of an epoch, and measurements in seconds; `evaluation` and `predictions` are of
+    all data, or None without any.
     """
 
     steps: int
     epoch: int
     step: float
     evaluation: float | None
+    predictions: float | None
     save: float
     checkpoint_bytes: int
 
@@ -122,13 +123,16 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
     trainer.train()
     if trainer.state.global_step < min(STEPS, steps):
         raise KeyboardInterrupt
-    evaluation = _evaluate(trainer, parts, small)
+    evaluation = _timed(trainer.evaluate, parts.evaluation, small)
+    # With a metric of generated text, `windlass train` writes what the final weights generate.
+    predicted = None if recipe.metric is None else (parts.evaluation if parts.test is None else parts.test)
+    predictions = _timed(trainer.predict, predicted, small)
     checkpoint = Path(folder) / f"checkpoint-{trainer.state.global_step}"
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     if not small.save_only_model:
         _open(recipe, parts, small, StepClock()).train(resume_from_checkpoint=str(checkpoint))
     # The fastest step: the first one also warms up.
-    return Findings(int(steps), int(epoch), min(clock.steps), evaluation, clock.save, size)
+    return Findings(int(steps), int(epoch), min(clock.steps), evaluation, predictions, clock.save, size)
 
 
 def _open(recipe: Recipe, parts: RecipeParts, args: TrainingArguments, clock: StepClock) -> Any:
@@ -157,15 +161,16 @@ def _small(folder: str) -> dict[str, Any]:
     }
 
 
-def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> float | None:
-    if parts.evaluation is None:
+def _timed(work: Callable[[list[Any]], object], rows: Any, args: TrainingArguments) -> float | None:
+    """Return the seconds that `work` takes for all rows, by a few of them; None without rows."""
+    if rows is None:
         return None
     batch = args.eval_batch_size
     # An upper bound: the first batch, which also warms up, is half of what is measured.
-    few = [parts.evaluation[index] for index in range(min(len(parts.evaluation), EVAL_BATCHES * batch))]
+    few = [rows[index] for index in range(min(len(rows), EVAL_BATCHES * batch))]
     began = _now()
-    trainer.evaluate(few)
-    return (_now() - began) / -(-len(few) // batch) * -(-len(parts.evaluation) // batch)
+    work(few)
+    return (_now() - began) / -(-len(few) // batch) * -(-len(rows) // batch)
 
 
 def _moments(cadence: CadencePlan, found: Findings) -> set[int]:
@@ -203,13 +208,16 @@ def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
     """What the full run would take; times in seconds, sizes in bytes."""
     steps, evaluated = found.steps, _evaluations(args, found)
     saved = _moments(resolve_cadence(args.save_strategy, args.save_steps, steps), found)
-    if args.save_strategy == "best" or args.load_best_model_at_end or args.keep_best is not None:
-        saved |= evaluated  # at most: each evaluation may be the best so far, and is saved then
     evaluations, saves = len(evaluated), len(saved)
+    if args.save_strategy == "best" or args.load_best_model_at_end or args.keep_best is not None:
+        # At most: each evaluation may be the best so far, and is saved then; at the end of an epoch for a second time.
+        saved_before = args.eval_strategy == "epoch" and args.save_strategy == "steps"
+        saves += len(evaluated if saved_before else evaluated - saved)
     if found.evaluation is not None:
         # `windlass train` evaluates the final weights, unless the last evaluation did.
         evaluations += args.eval_on_start + (steps not in evaluated or args.load_best_model_at_end)
     seconds = steps * found.step + evaluations * (found.evaluation or 0.0) + saves * found.save
+    seconds += found.predictions or 0.0
     kept = _kept(args, saves, 0 if args.metric_for_best_model is None else args.keep_best or 1)
     peak, owner = peak_memory()
     return {
@@ -217,6 +225,7 @@ def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
         "checked": {
             "updates": min(STEPS, steps),
             "evaluation": found.evaluation is not None,
+            "predictions": found.predictions is not None,
             "save": True,
             "load": not args.save_only_model,
         },
@@ -235,11 +244,12 @@ def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
 def _in_lines(found: dict[str, Any]) -> str:
     checked, memory = found["checked"], found["memory"]
     evaluation = "an evaluation, " if checked["evaluation"] else ""
+    predictions = "predictions, " if checked["predictions"] else ""
     load = ", a load" if checked["load"] else ""
     size, disk = in_words(found["checkpoint_bytes"]), in_words(found["disk_bytes"])
     work = f"{amount(found['evaluations'], 'evaluation')} and {amount(found['saves'], 'save')}"
     rows = {
-        "checked": f"{amount(checked['updates'], 'update')}, {evaluation}a save{load}",
+        "checked": f"{amount(checked['updates'], 'update')}, {evaluation}{predictions}a save{load}",
         "steps": f"{found['steps']:,} at {found['seconds_per_step'] * 1000:,.0f} ms",
         "time": f"about {duration(found['seconds'])}, with {work}",
         "disk": f"{size} per checkpoint, at most {disk} for the {found['checkpoints_kept']:,} kept",

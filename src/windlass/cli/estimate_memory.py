@@ -7,12 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.cli.command_line import CommandParser, answer, in_words
 from windlass.cli.training_memory import Training, plan_training
 from windlass.core.errors import ConfigError, ModelError, Problem, first_line, named
 from windlass.core.optional import require
 from windlass.core.output import table
 from windlass.core.outside import load_outside
+from windlass.core.whole_file import parse_json
 
 # Bits of a parameter when loaded, and bytes of a parameter in training with Adam (None: not a dtype for training):
 # weights, gradients and two moments in fp32 are 16; autocast adds a 16-bit copy of the weights.
@@ -135,6 +137,13 @@ def build_whole(name: str, trust_remote_code: bool = False) -> Any:
     if path.is_file() and path.name != "config.json":
         raise ModelError(f"{name}: the file of a model's config is called config.json")
     source = path.parent if path.is_file() else Path(find_model(name))
+    # A model of another kind may have a file of this name, too.
+    is_adapter = (source / ADAPTER_CONFIG).is_file()
+    if source.is_dir() and not is_adapter and "model_type" not in _values_of(source / "config.json"):
+        raise ModelError(
+            f"{source} has no config.json with a model_type: its model is not one of transformers, and cannot be built "
+            "from files. `windlass plan` predicts the memory of the script that trains it, or of a recipe"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(source) if source.exists() else name, trust_remote_code=trust_remote_code
@@ -148,6 +157,14 @@ def build_whole(name: str, trust_remote_code: bool = False) -> Any:
     # Tied weights count once, as they are in memory.
     model.tie_weights()
     return model.float()
+
+
+def _values_of(file: Path) -> Any:
+    """What a file of JSON holds; nothing if there is no such file."""
+    try:
+        return parse_json(file.read_text("utf-8")) if file.is_file() else ()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {first_line(error)}") from error
 
 
 def _constructor(transformers: Any, config: Any, trust_remote_code: bool) -> Any:

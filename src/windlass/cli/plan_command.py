@@ -115,7 +115,7 @@ def _start(what: str, rest: list[str]) -> Start:
     if flags:
         fix = "is neither a flag of `windlass plan` nor an override such as training.bf16=true"
         raise ConfigError(Problem("plan", flags[0], fix))
-    if not is_recipe(what) and not Path(what).exists():
+    if not is_recipe(what) and not Path(what).is_file():
         fix = "is neither a recipe (a YAML file, or a name that `windlass recipes` lists) nor a script (a file.py)"
         raise ConfigError(Problem("RECIPE_OR_SCRIPT", what, fix + did_you_mean(what, names())))
     return _recipe(what, rest)

@@ -11,7 +11,7 @@ import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.types import IGNORED
-from windlass.data.collate_pad import Batch, Features, framed, pad_rows
+from windlass.data.collate_pad import Batch, Features, attended, framed, pad_rows
 
 
 @dataclass
@@ -43,8 +43,8 @@ class DataCollatorForCausalLM:
             )
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
-        ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in features]
-        labels = [np.asarray(s.get("labels", s["input_ids"]), dtype=np.int64) for s in features]
+        ids = [attended(sample, "input_ids") for sample in features]
+        labels = [attended(s, "labels" if "labels" in s else "input_ids") for s in features]
         lengths = [_document_lengths(sample, len(row)) for sample, row in zip(features, ids, strict=True)]
         make = self._one_row if self.padding_free else self._padded
         chosen = return_tensors or self.return_tensors

@@ -6,11 +6,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from windlass.data.collate_pad import Batch, DefaultDataCollator, Features, framed
+from windlass.data.collate_pad import Batch, DefaultDataCollator, Features, attended, framed
 
 
 class DataCollatorWithFlattening(DefaultDataCollator):
     """Concatenate all samples into one sequence of shape (1, total tokens); the model separates them by position.
+    Tokens that the `attention_mask` of a sample leaves out are left out.
 
     Args:
         return_tensors: "pt" or "np".
@@ -42,9 +43,8 @@ class DataCollatorWithFlattening(DefaultDataCollator):
         self, features: Features, return_tensors: str | None = None, separator_id: int | None = None
     ) -> Batch:
         separator = self.separator_id if separator_id is None else separator_id
-        ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in features]
-        # Copies: the array of a sample must not be changed below.
-        targets = [np.asarray(s.get("labels", s["input_ids"]), dtype=np.int64).copy() for s in features]
+        ids = [attended(sample, "input_ids") for sample in features]
+        targets = [attended(s, "labels" if "labels" in s else "input_ids") for s in features]
         for target in targets:
             target[:1] = separator
         columns: Batch = {"input_ids": np.concatenate(ids)[None], "labels": np.concatenate(targets)[None]}

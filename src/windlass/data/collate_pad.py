@@ -196,6 +196,14 @@ def pad_rows(
     return padded
 
 
+def attended(sample: Any, name: str) -> np.ndarray[Any, Any]:
+    """A new int64 array of a sample's token ids or labels, without those that its `attention_mask` leaves out: padding,
+    which does not belong to a sequence that is padded again or joined with others.
+    """
+    values = np.asarray(sample[name], dtype=np.int64).copy()
+    return values[np.asarray(sample["attention_mask"], dtype=bool)] if "attention_mask" in sample else values
+
+
 def framed(array: np.ndarray[Any, Any], return_tensors: str) -> Any:
     """`array` itself for "np", as a tensor on the same memory for "pt"."""
     if return_tensors == "np":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -59,3 +60,8 @@ def kernels_of_devices(on_device: bool) -> contextlib.AbstractContextManager[Non
 def finite_gradients() -> contextlib.AbstractContextManager[None]:
     """Within the body, no scaled gradient of fp16 overflows."""
     return attributes_of(LossScaler, overflowed=lambda scaler, found_inf: False)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[None]:
+    """Within the body, what an optimizer compiles is run as it is written: a compiler does not follow modes."""
+    return attributes_of(torch, compile=lambda function, **options: function)

@@ -23,6 +23,7 @@ from windlass.core.tensors import is_fake
 from windlass.core.trees import tensors_in
 from windlass.forecast.places import ModulePlaces, pattern
 from windlass.forecast.work import Sent, Work, grouped_product, sent_by, work_of
+from windlass.transforms.buffers import inner_tensors
 
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
@@ -220,6 +221,25 @@ class Meter(TorchDispatchMode):
             return result
 
         return attributes_of(torch.UntypedStorage, resize_=resized)
+
+
+def inner_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors with the memory of this rank's part: those inside a tensor of few bits, or the part."""
+    part = local_part(tensor)
+    return inner_tensors(part) or [part]
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of this rank's part."""
+    return sum(part.numel() * part.element_size() for part in inner_parts(tensor))
+
+
+def whole_bytes_of(tensor: Tensor) -> int:
+    """Bytes of the whole tensor, over all ranks that have parts of it."""
+    if not inner_tensors(part := local_part(tensor)):
+        return tensor.numel() * tensor.element_size()
+    # Few bits are kept in parts of equal sizes only.
+    return bytes_of(tensor) * tensor.numel() // part.numel()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.sharded import Absent
 from windlass.engine.splitting import Kind
-from windlass.forecast.devices import few_chunks, finite_gradients, kernels_of_devices
+from windlass.forecast.devices import few_chunks, finite_gradients, kernels_of_devices, uncompiled
 from windlass.forecast.fake_weights import known_values, take_memory, with_values
 from windlass.forecast.meter import (
     BATCH,
@@ -36,7 +36,9 @@ from windlass.forecast.meter import (
     WEIGHTS,
     Meter,
     answer_of,
-    local_part,
+    bytes_of,
+    inner_parts,
+    whole_bytes_of,
 )
 from windlass.forecast.places import ModulePlaces
 from windlass.forecast.size import Size, held_by_updates
@@ -83,7 +85,7 @@ def _some_values() -> SomeValues:
 @contextlib.contextmanager
 def _on_fakes(mode: FakeTensorMode) -> Iterator[None]:
     """Within the body, tensors without memory are computed with, of which PyTorch warns."""
-    with warnings.catch_warnings(action="ignore"), mode, _some_values(), known_values():
+    with warnings.catch_warnings(action="ignore"), uncompiled(), mode, _some_values(), known_values():
         yield
 
 
@@ -204,6 +206,7 @@ class Rehearsal:
         updates = self._fake(), self._fake()
         with (
             warnings.catch_warnings(action="ignore"),
+            uncompiled(),
             mode,
             known_values(),
             meter,
@@ -393,8 +396,8 @@ def _adopt_state(meter: Meter, model: nn.Module, built: Built) -> None:
     for parameter, state in built.executor.optimizer.state.items():
         place = names.get(id(parameter), "").rpartition(".")[0]
         for value in state.values() if isinstance(state, Mapping) else ():
-            if isinstance(value, Tensor):
-                meter.adopt(value, STATE, place)
+            for part in inner_parts(value) if isinstance(value, Tensor) else ():
+                meter.adopt(part, STATE, place)
 
 
 def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
@@ -412,8 +415,8 @@ def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
     here = [p for p in weights if not isinstance(p, Absent) and p not in copies]
     return {
         "weights": sum(p.numel() * p.element_size() for p in weights),
-        "optimizer state": sum(value.numel() * value.element_size() for value in state),
-        "here": sum(local_part(t).numel() * t.element_size() for t in (*here, *state)),
+        "optimizer state": sum(map(whole_bytes_of, state)),
+        "here": sum(map(bytes_of, (*here, *state))),
     }
 
 

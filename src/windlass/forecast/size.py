@@ -13,6 +13,7 @@ from torch import nn
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.trees import tensors_in
 from windlass.forecast.child import Child, apart
+from windlass.forecast.meter import whole_bytes_of
 from windlass.forecast.stack import find_stack
 
 
@@ -61,7 +62,7 @@ def held_by_updates(
                 parameter.grad = torch.empty_like(parameter)
             optimizer.step()
         state = [value for entry in optimizer.state.values() for value in tensors_in(entry)]
-        return sum(t.numel() * t.element_size() for t in (*trained, *state))
+        return sum(map(whole_bytes_of, (*trained, *state)))
 
     try:
         if stack is None or not Child.can_fork:

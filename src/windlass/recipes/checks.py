@@ -30,7 +30,8 @@ from windlass.recipes.schema import (
 from windlass.recipes.task import Conflict
 from windlass.recipes.tasks import TASKS
 
-ONLY_FOR_FORMAT = {"columns": ("csv", "tsv"), "subset": ("hub",), "split": ("hub",), "eval_split": ("hub",)}
+_OF_HUB = ("subset", "split", "eval_split", "test_split")
+ONLY_FOR_FORMAT = {"columns": ("csv", "tsv"), **dict.fromkeys(_OF_HUB, ("hub",))}
 
 
 def find_conflicts(recipe: Recipe, draft: RecipeDraft, opens_files: bool = True) -> list[Problem]:
@@ -86,8 +87,9 @@ def _sources(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
             continue
         if problem := _path_problem(source, recipe):
             yield key, source, problem
-    if data.eval is not None and data.eval_split is not None:
-        yield "data.eval_split", data.eval_split, "give either data.eval or data.eval_split"
+    for key in ("eval", "test"):
+        if data.format == "hub" and (source := getattr(data, key)) and not getattr(data, f"{key}_split"):
+            yield f"data.{key}", source, f"is a dataset of the hub; set data.{key}_split to the split to read"
 
 
 def _path_problem(source: str, recipe: Recipe) -> str | None:
@@ -125,7 +127,7 @@ def _out_of_place(recipe: Recipe) -> Iterator[Conflict]:
         if dotted not in task.own_keys and read(recipe) != read(Recipe()):
             shown = f"{dotted}.{SHORTHANDS[dotted]}" if dotted in SHORTHANDS else dotted
             yield dotted, attrgetter(shown)(recipe), f"has no meaning for task {recipe.task}; leave it out"
-    sources = (data.train, *(data.mixture or ()), data.eval)
+    sources = (data.train, *(data.mixture or ()), data.eval, data.test)
     formats = {format_of(source, data) for source in sources if source} - {None}
     for name, allowed in ONLY_FOR_FORMAT.items():
         if getattr(data, name) != getattr(default, name) and formats - set(allowed):

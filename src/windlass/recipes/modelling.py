@@ -145,8 +145,9 @@ def config_of(of_recipe: dict[str, Any], implied: dict[str, Any], section: str =
     faults = {key: f"{no_such}{did_you_mean(key, sorted(known))}" for key in given if key not in known}
     faults |= {key: "is taken from the data; leave it out" for key in _DERIVED if key in given}
     refuse(Problem(f"{section}.{key}", given[key], fix) for key, fix in faults.items())
-    # Families have other settings; those of the recipe were checked above, and must not vanish so.
-    implied = {key: value for key, value in implied.items() if key in known}
+    # Families have other settings; those of the recipe were checked above, and must not vanish so. All that have a
+    # decoder know where it begins, also T5, whose class does not list it.
+    implied = {k: value for k, value in implied.items() if k in known or k == "decoder_start_token_id"}
     try:
         return kind(**{**implied, **given})
     except Exception as error:  # strict config classes raise types of their own

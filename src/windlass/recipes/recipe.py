@@ -220,7 +220,7 @@ def _own_data(draft: RecipeDraft) -> str | None:
     own, kind = str(data["train"]), data.get("format")
     # A file that does not exist is one by its name: datasets of a hub have no such ending.
     if kind in BUILT_IN or (kind in PATHLESS and (os.path.exists(own) or Path(own).suffix in ENDINGS)):
-        for key in ("format", "subset", "split", "eval_split"):
+        for key in ("format", "subset", "split", "eval_split", "test_split"):
             if not draft.is_overridden("data", key):
                 data.pop(key, None)
     return own

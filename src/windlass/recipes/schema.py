@@ -87,7 +87,8 @@ class DataSpec:
     )
     subset: str | None = setting(None, "hub only: configuration of the dataset")
     split: str = setting("train", "hub only: split to train on")
-    eval_split: str | None = setting(None, "hub only: split to evaluate on")
+    eval_split: str | None = setting(None, "hub only: split to evaluate on, of eval or else of train")
+    test_split: str | None = setting(None, "hub only: split for test, of test or else of train")
 
 
 @dataclass(frozen=True, slots=True)

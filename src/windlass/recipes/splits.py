@@ -20,10 +20,8 @@ def load_records(data: DataSpec, seed: int, *, cut_texts: bool) -> tuple[list[Re
     texts, the end of each is held out.
     """
     train = read_records(data.train, data, data.split)
-    if data.eval is not None:
-        return train, read_records(data.eval, data, data.eval_split or data.split)
-    if data.eval_split is not None:
-        return train, read_records(data.train, data, data.eval_split)
+    if data.eval is not None or data.eval_split is not None:
+        return train, read_records(data.eval or data.train, data, data.eval_split or data.split)
     if data.eval_fraction == 0:
         return train, []
     is_text = data.completion_column is None and all(data.text_column in values for _, values in train)

@@ -57,7 +57,9 @@ class TextTask(Task):
         tokenizer = build_tokenizer(recipe, self.tokenizer_kind, text, saved_tokenizer)
         # Of the training data alone: classes that only the evaluation has are reported as unknown.
         labels = self.label_names(train, data)
-        test = read_records(data.test, data) if data.test else []
+        test = []
+        if data.test is not None or data.test_split is not None:
+            test = read_records(data.test or data.train, data, data.test_split or data.split)
         samples, evaluation, tested = (
             self.encode(records, data, tokenizer, labels) if records else None
             for records in (train, held, test)

@@ -24,7 +24,7 @@ from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import CallPlan, DistPlan, RunPlan, SavePlan
-from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem, refuse
 from windlass.core.lazy import import_uncollected
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
@@ -316,15 +316,33 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, plan: SavePlan, all_ranks: Gang
 ) -> None:
     """Raise ModelError if the optimizer updates tensors that are not the model's, and that a run would have to save, or
-    whose gradients would differ between processes.
+    whose gradients would differ between processes; ConfigError if its state could not be saved.
     """
     saves = not plan.model_only and (plan.cadence.strategy != "no" or plan.every is not None)
+    if saves:
+        refuse(_sparse_momentum(optimizer, model))
     if not saves and all_ranks.size == 1:
         return
     try:
         check_nameable(optimizer, model)
     except CheckpointError as error:
         raise ModelError(f"this optimizer cannot train in this run: {error}") from None
+
+
+def _sparse_momentum(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Problem]:
+    """A problem for each embedding whose momentum would be a sparse tensor, as its gradients are."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
+    moved = {id(p): group["momentum"] for group in groups if group["momentum"] for p in group["params"]}
+    return [
+        Problem(
+            f"model.{name}.sparse",
+            True,
+            f"SGD with momentum={moved[id(part.weight)]} keeps sparse tensors, which a checkpoint does not hold: build "
+            "it with sparse=False, or set momentum to 0",
+        )
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and id(part.weight) in moved
+    ]
 
 
 def _check_saved_model(model: nn.Module, plan: SavePlan, all_ranks: Gang) -> None:

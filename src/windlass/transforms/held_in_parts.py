@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.core.errors import ConfigError, Problem
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import copies_among, is_sharded, locals_of
 from windlass.transforms.strategy import Strategy, device_of, squared_norm, whole_on_main
@@ -60,19 +61,28 @@ class HeldInParts(Strategy):
         return self._sum_of_norm(total).sqrt().to(self._norm_dtype)
 
     def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
+        """Raises ConfigError for order 0, the number of tensors that are not all zero, which ranks with parts of them
+        cannot add up.
+        """
+        if order == 0:
+            fix = "is not computed of a model that is divided over ranks; set another order, such as 2"
+            raise ConfigError(Problem("norm_type", order, fix))
+        extreme, sign = math.isinf(order), math.copysign(1.0, order)
+        # The smallest magnitude is found as the largest negative one.
         total = torch.zeros((), dtype=torch.float64, device=self._norm_device)
+        total += -torch.inf if order == -torch.inf else 0.0
         for gradient, part in zip(gradients, locals_of(gradients), strict=True):
             # A rank may have no rows of a parameter, of which none is the largest.
             if not part.numel():
                 continue
             norm = torch.linalg.vector_norm(part, order).to(total)
-            if math.isinf(order):
+            if extreme:
                 # A maximum over ranks may lose a NaN.
-                total = torch.maximum(total, norm.nan_to_num(nan=torch.inf))
+                total = torch.maximum(total, (sign * norm).nan_to_num(nan=torch.inf, neginf=-torch.inf))
             else:
                 total += norm**order / self._copies_of(gradient)
-        if math.isinf(order):
-            return self._stage_ranks.max_on_device(total).to(self._norm_dtype)
+        if extreme:
+            return (sign * self._stage_ranks.max_on_device(total)).to(self._norm_dtype)
         return (self._sum_of_norm(total) ** (1 / order)).to(self._norm_dtype)
 
     def square(self, gradient: Tensor) -> Tensor:

@@ -395,6 +395,9 @@ def without_dropout() -> None:
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         replace(functional, name, kept)
     replace(functional, "scaled_dot_product_attention", whole)
+    # Recurrent layers give their share to a kernel, and call no function of dropout.
+    nothing: Any = property(lambda layer: 0.0, lambda layer, share: None)
+    replace(torch.nn.RNNBase, "dropout", nothing)
 
 
 def seed_everything(seed: int) -> None:

@@ -75,10 +75,10 @@ def put_evaluation_data(
     if not found:
         return
     first = found[0]
-    options = trained_on[0].options if trained_on else {}
-    if first.options.get("format") == "hub" and trained_on and first.path == trained_on[0].path:
-        made.put("data.eval_split", first.options.get("split", "train"))
-        return
+    on_hub = first.options.get("format") == "hub"
+    options = dict(trained_on[0].options) if trained_on else {}
+    if on_hub:
+        options["split"] = split = first.options.setdefault("split", "train")
     if len(found) > 1 or first.options != options:
         made.lose(
             source,
@@ -86,7 +86,10 @@ def put_evaluation_data(
             "a recipe evaluates on one dataset, read with the keys of the training data: set data.eval",
         )
         return
-    made.put("data.eval", first.path)
+    if on_hub:
+        made.put("data.eval_split", split)
+    if not on_hub or not trained_on or first.path != trained_on[0].path:
+        made.put("data.eval", first.path)
 
 
 def put_streaming(made: Conversion, source: ForeignConfig, key: str) -> None:

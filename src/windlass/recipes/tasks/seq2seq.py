@@ -21,7 +21,7 @@ class Seq2Seq(TextTask):
     """Pairs of texts; evaluations generate, if `metric` is set."""
 
     name = "seq2seq"
-    own_keys = ("data.target_column", "data.test", "data.max_length", "metric", "sample")
+    own_keys = ("data.target_column", "data.test", "data.test_split", "data.max_length", "metric", "sample")
     own_formats = ("parallel",)
     arguments = Seq2SeqTrainingArguments
     model_class = "AutoModelForSeq2SeqLM"
