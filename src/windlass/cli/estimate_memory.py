@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.cli.command_line import CommandParser, answer, in_words
 from windlass.cli.training_memory import Training, plan_training
 from windlass.core.errors import ConfigError, ModelError, Problem, first_line, named
@@ -129,6 +128,7 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
 def build_whole(name: str, trust_remote_code: bool = False) -> Any:
     """As `build_empty`, where the caller has parameters made."""
     transformers = require("transformers", "build a model from its config")
+    from windlass.checkpoint.adapters import ADAPTER_CONFIG
     from windlass.finetuning.trained_model import find_model
 
     path = Path(name)
@@ -159,10 +159,11 @@ def build_whole(name: str, trust_remote_code: bool = False) -> Any:
     return model.float()
 
 
-def _values_of(file: Path) -> Any:
-    """What a file of JSON holds; nothing if there is no such file."""
+def _values_of(file: Path) -> dict[str, Any]:
+    """The map that a file of JSON holds; empty if there is no such file, or no map."""
     try:
-        return parse_json(file.read_text("utf-8")) if file.is_file() else ()
+        found = parse_json(file.read_text("utf-8")) if file.is_file() else None
+        return found if isinstance(found, dict) else {}
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {first_line(error)}") from error
 
