@@ -155,11 +155,8 @@ class Executors:
         """Those whose gradients would stay different on the processes: frozen when their model was prepared, or new."""
         if self._ranks == 1:
             return []
-        return [p for p in parameters if not any(self._averages(strategy, p) for strategy in self.strategies)]
-
-    @staticmethod
-    def _averages(strategy: Strategy, parameter: Tensor) -> bool:
-        return strategy.averages(parameter) and any(parameter is own for own in strategy.module.parameters())
+        averaged = {id(p) for one in self.strategies for p in one.module.parameters() if one.averages(p)}
+        return [p for p in parameters if id(p) not in averaged]
 
     def _new_executor(self, strategy: Strategy, optimizer: Any, parameters: Any) -> NativeExecutor:
         if not updates_in_backward(optimizer):
