@@ -11,6 +11,7 @@ from tests.forecast.models import BATCH, LENGTH, VOCABULARY, trainer
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.forecast.child import apart
+from windlass.forecast.devices import uncompiled
 from windlass.forecast.forecast import Forecast
 from windlass.forecast.trace import Trace
 from windlass.forecast.tracing import trace_of
@@ -89,3 +90,13 @@ def test_a_refusal_in_a_forked_process_keeps_its_problems() -> None:
         apart(refuse)
     assert [each.value for each in refused.value.problems] == [4, None]
     assert str(refused.value).count("problem") == 1
+
+
+def test_every_spelling_of_torch_compile_is_run_as_written() -> None:
+    def function() -> None: ...
+
+    before = torch.compile
+    with uncompiled():
+        assert torch.compile(function, dynamic=False) is torch.compile(model=function) is function
+        assert torch.compile(fullgraph=True)(function) is function
+    assert torch.compile is before

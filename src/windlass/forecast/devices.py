@@ -64,4 +64,9 @@ def finite_gradients() -> contextlib.AbstractContextManager[None]:
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
     """Within the body, what an optimizer compiles is run as it is written: a compiler does not follow modes."""
-    return attributes_of(torch, compile=lambda function, **options: function)
+    return attributes_of(torch, compile=_as_written)
+
+
+def _as_written(model: Any = None, **options: Any) -> Any:
+    """What is given to `torch.compile`, which with options alone returns a decorator."""
+    return model if model is not None else lambda function: function
