@@ -292,6 +292,33 @@ def test_a_rate_that_a_callback_wrote_is_the_one_reported() -> None:
     assert schedule.last_lrs() == [0.003]
 
 
+@pytest.mark.parametrize("in_tensor", [False, True])
+def test_what_a_script_changed_between_two_updates_is_saved(in_tensor: bool) -> None:
+    def made(lr: float) -> Any:
+        optimizer = parameters(lr=lr)
+        if in_tensor:
+            optimizer.param_groups[0]["lr"] = torch.tensor(lr)
+        return optimizer, build_schedule("linear", optimizer, total_steps=10)
+
+    optimizer, schedule = made(0.1)
+    schedule.set(0)
+    schedule.end_update(1)
+    assert schedule.last_lrs() == [pytest.approx(0.1)]
+    assert schedule.state_dict() == {"step": 1}
+    if in_tensor:
+        optimizer.param_groups[0]["lr"].fill_(0.5)
+    else:
+        optimizer.param_groups[0]["lr"] = 0.5
+    schedule.base_lrs[0] = 0.2
+    other, resumed = made(1.0)
+    resumed.load_state_dict(schedule.state_dict())
+    for each, group in ((schedule, optimizer.param_groups[0]), (resumed, other.param_groups[0])):
+        each.set(1)
+        assert float(group["lr"]) == 0.5
+        each.end_update(2)
+        assert float(group["lr"]) == pytest.approx(0.16)
+
+
 def test_a_users_scheduler_over_a_tensor_rate_reports_the_updates_own() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
     schedule = UserSchedule(LambdaLR(optimizer, lambda step: 1 / (step + 1)))

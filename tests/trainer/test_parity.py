@@ -320,6 +320,31 @@ def test_epochs_and_rates_agree_over_uneven_epochs(tmp_path: Path) -> None:
     assert ours.state.max_steps == theirs.state.max_steps
 
 
+@pytest.mark.parametrize(
+    "event", ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_log", "on_epoch_end"]
+)
+def test_a_rate_that_a_callback_sets_is_that_of_the_next_update(tmp_path: Path, event: str) -> None:
+    reads, weights = [], []
+    changes = {"max_steps": 6, "logging_steps": 1, "train_sampling_strategy": "sequential"}
+    for trainer, package in zip(
+        both(tmp_path, Net, rows(12), **changes), (windlass, transformers), strict=True
+    ):
+        seen: list[float] = []
+
+        def change(self: Any, args: Any, state: Any, control: Any, seen: Any = seen, **kwargs: Any) -> None:
+            seen.extend((state.global_step, kwargs["lr_scheduler"].last_epoch))
+            for group in kwargs["optimizer"].param_groups:
+                seen.append(group["lr"])
+                group["lr"] = group["lr"] * (0.1 if state.global_step in (0, 3) else 1.0)
+
+        trainer.add_callback(type("Change", (package.TrainerCallback,), {event: change})())
+        trainer.train()
+        reads.append(seen)
+        weights.append(weights_hash(trainer.model))
+    assert reads[0] == pytest.approx(reads[1])
+    assert weights[0] == weights[1]
+
+
 def test_the_state_has_the_same_fields(tmp_path: Path) -> None:
     ours, theirs = both(
         tmp_path, Net, rows(8), rows(4), eval_strategy="steps", eval_steps=2, logging_steps=0.5

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -106,11 +106,14 @@ class FactorSchedule(LRScheduler):
         self.optimizer = optimizer
         self._factor = factor
         self.base_lrs: list[float | torch.Tensor] = []
+        self._first_lrs: list[float] = []  # `base_lrs` before a script changed them
+        # The rates of the last update, once those of the next one are in the optimizer.
+        self._used: list[float] | None = None
         self._tensor_lrs = False
         self._adopt_groups()
         # As the constructors of torch's schedulers do: the rate of the first update is in the optimizer from now
         # on.
-        self.set(0)
+        self._write(0)
 
     @property
     def exposed(self) -> FactorSchedule:
@@ -127,18 +130,36 @@ class FactorSchedule(LRScheduler):
         return [base * factor for base in self.base_lrs]  # type: ignore[misc]
 
     def set(self, step: int) -> None:
-        """Set the learning rates of update `step` in the optimizer."""
+        """Set the learning rates of update `step` in the optimizer, unless `end_update` has: callbacks may have changed
+        them since.
+        """
+        self._used = None
+        known = len(self.base_lrs)
+        if step != self.last_epoch:
+            self._write(step)
+        # A callback that unfreezes layers adds groups while the run goes on.
+        elif len(self.optimizer.param_groups) != known:
+            self._write(step, known)
+
+    def end_update(self, step: int) -> None:
+        """Set the learning rates of update `step`, the next one, as the update before it has ended."""
+        self._used = self._read(self.last_epoch)
+        self._write(step)
+
+    def _write(self, step: int, first: int = 0) -> None:
+        """Write the rates of groups from number `first` on."""
         self.last_epoch = step
         groups = self.optimizer.param_groups
-        # A callback that unfreezes layers adds groups while the run goes on.
         if len(groups) != len(self.base_lrs):
             self._adopt_groups()
-        if self._tensor_lrs:
-            self._fill(step)
-            return
         factor = self._factor(step)
-        for group, base in zip(groups, self.base_lrs):  # noqa: B905 (lengths are equal here; this runs each step)
-            group["lr"] = base * factor
+        for index in range(first, len(groups)):
+            group, lr = groups[index], self.base_lrs[index] * factor
+            if self._tensor_lrs and isinstance(group["lr"], torch.Tensor):
+                # In place: a CUDA graph or a compiled step reads this very tensor.
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def advance(self) -> None:
         """Nothing to do: `set` receives the step."""
@@ -147,26 +168,45 @@ class FactorSchedule(LRScheduler):
         """Nothing to do."""
 
     def last_lrs(self) -> list[float]:
-        """The rates in the optimizer, which a callback may have changed."""
+        """The rates of the last update, or of the one under way, which a callback may have changed."""
+        return self._read(self.last_epoch) if self._used is None else self._used
+
+    def _read(self, step: int) -> list[float]:
         if self._tensor_lrs:  # reading a tensor would wait for the device
-            return self.lrs(self.last_epoch)
+            return self.lrs(step)
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> State:
-        """The step alone: the initial rates of a resumed run are those of its own arguments."""
-        return {"step": self.last_epoch}
+        """The step, and what a script changed: other rates of a resumed run are those of its own arguments."""
+        scheduled = self.lrs(self.last_epoch)
+        rates = [
+            (float(group["lr"]), _in_type_of(group["lr"], lr))
+            for group, lr in zip(self.optimizer.param_groups, scheduled, strict=False)
+        ]
+        bases = zip(map(float, self.base_lrs), self._first_lrs, strict=True)
+        changed = {"rates": _changes(rates), "bases": _changes(bases)}
+        return {"step": self.last_epoch, **{name: value for name, value in changed.items() if value}}
 
     def load_state_dict(self, state: State) -> None:
-        self.set(int(state["step"]))
+        for index, base in state.get("bases", {}).items():
+            self.base_lrs[int(index)] = base
+        self._used = None
+        self._write(int(state["step"]))
+        for index, lr in state.get("rates", {}).items():
+            group = self.optimizer.param_groups[int(index)]
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     # The interface of torch's LRScheduler.
 
     def step(self, epoch: int | None = None) -> None:
         """Continue with the next update, or with update `epoch`."""
-        self.set(self.last_epoch + 1 if epoch is None else epoch)
+        self._write(self.last_epoch + 1 if epoch is None else epoch)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        return list(self.last_lrs())
+        return list(self._read(self.last_epoch))
 
     get_lr = get_last_lr
 
@@ -178,15 +218,17 @@ class FactorSchedule(LRScheduler):
             # update already.
             first = group.setdefault("initial_lr", float(group["lr"]))
             self.base_lrs.append(float(first))
+            self._first_lrs.append(float(first))
 
-    def _fill(self, step: int) -> None:
-        """`set` for optimizers with a tensor as learning rate (`capturable`, compiled steps)."""
-        for group, lr in zip(self.optimizer.param_groups, self.lrs(step), strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                # In place: a CUDA graph or a compiled step reads this very tensor.
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+
+def _in_type_of(present: float | torch.Tensor, lr: float) -> float:
+    """The rate as it is read back once it was written in place of `present`."""
+    return float(torch.full_like(present, lr)) if isinstance(present, torch.Tensor) else lr
+
+
+def _changes(pairs: Iterable[tuple[float, float]]) -> State:
+    """What is and should be -> by its number, what is something else."""
+    return {str(index): present for index, (present, due) in enumerate(pairs) if present != due}
 
 
 class UserSchedule:
@@ -216,6 +258,9 @@ class UserSchedule:
         """Step the scheduler after an applied update."""
         if not self.follows_metric:
             self.inner.step()
+
+    def end_update(self, step: int) -> None:
+        """Nothing to do: `advance` has set the rates of the next update."""
 
     def observe(self, metric: float) -> None:
         """Step the scheduler with the metric of an evaluation."""
@@ -247,7 +292,8 @@ class UserSchedule:
 
 
 # What the engine calls. Before update `k` (counted from 0): `set(k)`, after which `last_lrs()` are its learning rates,
-# one for each group. After it, unless it was skipped: `advance()`. After an evaluation, if `follows_metric`:
+# one for each group. After it, unless it was skipped: `advance()`; then `end_update(k + 1)`, before callbacks hear of
+# its end, so that they find the rates of the next update and may change them. After an evaluation, if `follows_metric`:
 # `observe(metric)`. `exposed` is the object for callbacks and `trainer.lr_scheduler`.
 Schedule = FactorSchedule | UserSchedule
 

@@ -267,6 +267,7 @@ class RunTraining(LoopHooks):
         every = self._context.plan.reports.empty_cache_every
         if every and self._events.state.global_step % every == 0:
             self._context.services.accelerator.free_memory()
+        self._schedule.end_update(self._events.state.global_step)
         if "on_step_end" in self._events.handler.heard:
             self._events.fire("on_step_end")
         self._due.run()
