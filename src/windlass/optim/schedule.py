@@ -108,12 +108,14 @@ class FactorSchedule(LRScheduler):
         self.base_lrs: list[float | torch.Tensor] = []
         self._first_lrs: list[float] = []  # `base_lrs` before a script changed them
         # The rates of the last update, once those of the next one are in the optimizer.
-        self._used: list[float] | None = None
+        self._used: list[Any] | None = None
+        self._used_step = self.last_epoch = 0
         self._tensor_lrs = False
         self._adopt_groups()
         # As the constructors of torch's schedulers do: the rate of the first update is in the optimizer from now
         # on.
-        self._write(0)
+        self.end_update(0)
+        self._used = None
 
     @property
     def exposed(self) -> FactorSchedule:
@@ -133,28 +135,31 @@ class FactorSchedule(LRScheduler):
         """Set the learning rates of update `step` in the optimizer, unless `end_update` has: callbacks may have changed
         them since.
         """
-        self._used = None
         known = len(self.base_lrs)
         if step != self.last_epoch:
-            self._write(step)
+            self.end_update(step)
         # A callback that unfreezes layers adds groups while the run goes on.
         elif len(self.optimizer.param_groups) != known:
-            self._write(step, known)
+            self.end_update(step, known)
+        self._used = None
 
-    def end_update(self, step: int) -> None:
-        """Set the learning rates of update `step`, the next one, as the update before it has ended."""
-        self._used = self._read(self.last_epoch)
-        self._write(step)
+    def end_update(self, step: int, first: int = 0, changed: Mapping[str, float] | None = None) -> None:
+        """Set the learning rates of update `step`, the next one, as the update before it has ended.
 
-    def _write(self, step: int, first: int = 0) -> None:
-        """Write the rates of groups from number `first` on."""
-        self.last_epoch = step
+        Args:
+            first: the number of the first group that is written.
+            changed: number of a group -> another rate than that of the schedule.
+        """
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_lrs):
             self._adopt_groups()
-        factor = self._factor(step)
+        self._used, self._used_step, self.last_epoch = [], self.last_epoch, step
+        factor = self._present_factor = self._factor(step)
         for index in range(first, len(groups)):
             group, lr = groups[index], self.base_lrs[index] * factor
+            if changed is not None:
+                lr = changed.get(str(index), lr)
+            self._used.append(group["lr"])
             if self._tensor_lrs and isinstance(group["lr"], torch.Tensor):
                 # In place: a CUDA graph or a compiled step reads this very tensor.
                 group["lr"].fill_(lr)
@@ -169,44 +174,42 @@ class FactorSchedule(LRScheduler):
 
     def last_lrs(self) -> list[float]:
         """The rates of the last update, or of the one under way, which a callback may have changed."""
-        return self._read(self.last_epoch) if self._used is None else self._used
+        if self._used is None:
+            return self._present()
+        return self.lrs(self._used_step) if self._tensor_lrs else self._used
 
-    def _read(self, step: int) -> list[float]:
+    def _present(self) -> list[float]:
         if self._tensor_lrs:  # reading a tensor would wait for the device
-            return self.lrs(step)
+            return self.lrs(self.last_epoch)
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> State:
         """The step, and what a script changed: other rates of a resumed run are those of its own arguments."""
-        scheduled = self.lrs(self.last_epoch)
+        factor = self._present_factor
         rates = [
-            (float(group["lr"]), _in_type_of(group["lr"], lr))
-            for group, lr in zip(self.optimizer.param_groups, scheduled, strict=False)
+            (float(group["lr"]), _in_type_of(group["lr"], float(base) * factor))
+            for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=False)
         ]
-        bases = zip(map(float, self.base_lrs), self._first_lrs, strict=True)
+        bases = zip(map(float, self.base_lrs), self._first_lrs, strict=False)
         changed = {"rates": _changes(rates), "bases": _changes(bases)}
         return {"step": self.last_epoch, **{name: value for name, value in changed.items() if value}}
 
     def load_state_dict(self, state: State) -> None:
+        self._adopt_groups()
         for index, base in state.get("bases", {}).items():
             self.base_lrs[int(index)] = base
+        self.end_update(int(state["step"]), changed=state.get("rates"))
         self._used = None
-        self._write(int(state["step"]))
-        for index, lr in state.get("rates", {}).items():
-            group = self.optimizer.param_groups[int(index)]
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
 
     # The interface of torch's LRScheduler.
 
     def step(self, epoch: int | None = None) -> None:
         """Continue with the next update, or with update `epoch`."""
-        self._write(self.last_epoch + 1 if epoch is None else epoch)
+        self.end_update(self.last_epoch + 1 if epoch is None else epoch)
+        self._used = None
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        return list(self._read(self.last_epoch))
+        return list(self._present())
 
     get_lr = get_last_lr
 
