@@ -156,6 +156,8 @@ def _train(
         evaluation = _final_evaluation(trainer, parts.evaluation is not None)
         if parts.recipe.metric is not None:
             evaluation |= _write_predictions(trainer, parts, args)
+        elif parts.test is not None:
+            evaluation |= trainer.evaluate(parts.test, metric_key_prefix="test")
         # One answer for all ranks, which save together: a shared folder may show a new name to some of them later.
         is_saved = (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir()
         if not any(gather_object([is_saved])):
@@ -187,12 +189,12 @@ def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments
     """
     from windlass.dist.gang import current
     from windlass.dist.lockstep import together
-    from windlass.recipes.text_metrics import PREDICTIONS, decoded
+    from windlass.recipes.text_metrics import PREDICTIONS, decoded, generated_set
 
-    chosen = parts.evaluation if parts.test is None else parts.test
+    chosen, prefix = generated_set(trainer, parts)
     if chosen is None:
         return {}
-    output = trainer.predict(chosen, metric_key_prefix="eval" if parts.test is None else "test")
+    output = trainer.predict(chosen, metric_key_prefix=prefix)
 
     def write() -> None:
         if trainer.is_world_process_zero():
