@@ -24,6 +24,7 @@ from windlass.config.loop_options import (
     GradScalerKwargs,
 )
 from windlass.core.errors import ConfigError, ModelError
+from windlass.core.logs import warn_once
 
 
 @pytest.fixture(autouse=True)
@@ -249,6 +250,21 @@ def test_gradients_that_wait_follow_the_shared_loss_scale() -> None:
     prepared[3].step()
     assert prepared[2].step_was_skipped
     assert second.weight.item() == pytest.approx(before - 0.25)
+
+
+def test_a_backward_after_a_clip_is_unscaled_like_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    accelerator, model = half(), nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.gradient_accumulation_steps = 2
+    before, weights = model.weight.detach().clone(), (0.5, 0.25)
+    for weight in weights:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum() * weight)
+            accelerator.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+    assert torch.equal(model.weight, before - 0.1 * sum(weights) / 2)
+    assert "does not complete its update" in caplog.text
 
 
 def test_gradients_are_unscaled_once() -> None:
