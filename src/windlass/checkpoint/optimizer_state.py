@@ -13,7 +13,7 @@ from windlass.checkpoint.packed import is_packed_map, join_packed, split_packed
 from windlass.checkpoint.sharded import Parts
 from windlass.checkpoint.stage_state import is_in_stages, joined_state
 from windlass.checkpoint.tensor_file import Deferred
-from windlass.core.errors import CheckpointError
+from windlass.core.errors import CheckpointError, Problem
 from windlass.core.tensors import laid_out_as
 from windlass.core.trees import map_leaves
 from windlass.core.types import State
@@ -210,6 +210,19 @@ def check_nameable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise CheckpointError if the optimizer updates a tensor that is not a parameter of the model."""
     if not isinstance(optimizer, KeepsOwnState):
         _names_of(optimizer, model)
+
+
+def sparse_momentum(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Problem]:
+    """Yield a problem for each embedding whose momentum is a sparse tensor, as its gradients are."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
+    moved = {id(p): group["momentum"] for group in groups if group["momentum"] for p in group["params"]}
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse and id(table.weight) in moved:
+            fix = (
+                f"SGD with momentum={moved[id(table.weight)]} keeps sparse tensors, which a checkpoint does not hold: "
+                "build it with sparse=False, or set momentum to 0"
+            )
+            yield Problem(f"model.{name}.sparse", True, fix)
 
 
 def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
