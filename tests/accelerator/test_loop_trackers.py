@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.callbacks.test_tracker_registry import Notes
+from tests.callbacks.test_tracker_registry import WAITS_OF_A_RUN, Notes, Waited
 from tests.callbacks.tracker_readers import READERS
 
 from windlass.accelerator.accelerator import Accelerator
@@ -56,6 +56,15 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         loop.get_tracker("wandb")
     with pytest.raises(ConfigError, match="tensorbord"):
         loop.log({"loss": 1.0}, log_kwargs={"tensorbord": {}})
+
+
+def test_a_tracker_that_never_answers_is_named_by_the_watchdog(tmp_path: Path) -> None:
+    silent = Waited()
+    loop = trackers(silent, tmp_path)
+    loop.init_trackers("project", config={"lr": 0.1})
+    loop.log({"loss": 0.5})
+    loop.end_training()
+    assert silent.waits == WAITS_OF_A_RUN
 
 
 class Ending(Notes):

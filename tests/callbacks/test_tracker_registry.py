@@ -14,6 +14,7 @@ from windlass.callbacks.tracker_registry import (
     register_tracker_class,
 )
 from windlass.core.errors import ConfigError
+from windlass.dist.beacon import beacon
 
 
 class Notes(GeneralTracker):
@@ -39,6 +40,27 @@ class Notes(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.kept.append((step, values))
+
+
+class Waited(GeneralTracker):
+    """Keeps what the watchdog would say of each call, and whether it would end it some day."""
+
+    name = "silent"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[Any] = []
+
+    def _wait(self, *_: Any, **__: Any) -> None:
+        self.waits.append((beacon().mark().call, bool(beacon().limited)))
+
+    start = store_init_configuration = log = finish = _wait
+
+
+# The calls of a run that is opened, described, gets values once, and ends
+WAITS_OF_A_RUN = [("report to silent", limited) for limited in (True, True, True, False)]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.callbacks.test_tracker_registry import Notes
+from tests.callbacks.test_tracker_registry import WAITS_OF_A_RUN, Notes, Waited
 from tests.trainer.small import Net, arguments, bert, rows, token_rows
 
 from windlass import Trainer, read_metrics
@@ -135,6 +135,15 @@ def test_a_tracker_that_takes_long_to_fail_is_left_alone_for_a_while(tmp_path: P
         state.global_step = step
         callback.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
     assert [item[0] for item in logged(tracker)] == [1, 3, 5, 6]
+
+
+def test_a_tracker_that_never_answers_is_named_by_the_watchdog(tmp_path: Path) -> None:
+    first = Waited()
+    for tracker in (first, Waited()):
+        callback, state = TrackingCallback(tracker), TrainerState(max_steps=1)
+        callback.on_train_begin(arguments(tmp_path), state, TrainerControl())
+        callback.on_log(arguments(tmp_path), state, TrainerControl(), logs={"loss": 1.0})
+    assert first.waits == WAITS_OF_A_RUN
 
 
 def test_a_tracker_that_cannot_start_stops_before_training(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from windlass.accelerator.profiling import profile
 from windlass.accelerator.ranks import PROCESS, LoopState, Ranks, publish, select_device
 from windlass.accelerator.setup import Handlers, LoopSettings, Setup, resolve_settings
 from windlass.accelerator.value_files import on_this_machine, save_values, warn_if_unsafe
-from windlass.callbacks.tracker import GeneralTracker
+from windlass.callbacks.tracker import GeneralTracker, end_reporting, reporting
 from windlass.callbacks.tracker_registry import (
     TrackerOptions,
     build_tracker,
@@ -806,10 +806,12 @@ class Accelerator(Ranks):
         Returns:
             The norm before clipping: a scalar tensor, the same on every process.
         """
+        self.gradient_state.warn_of_partial_clip()
         return clip_norm(self._prepared, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp the gradients of `parameters` to [`-clip_value`, `clip_value`]."""
+        self.gradient_state.warn_of_partial_clip()
         clip_values(self._prepared, parameters, clip_value)
 
     def maybe_context_parallel(
@@ -1062,14 +1064,15 @@ class Accelerator(Ranks):
         earlier, self.trackers = self.trackers, []
         for tracker in earlier:
             if tracker not in built:  # a script's own object is opened again
-                tracker.finish()
+                end_reporting(tracker)
         for tracker in built:
             # Trackers record the command line, which may hold a token.
-            with redacted_argv():
+            with redacted_argv(), reporting(tracker):
                 tracker.start()
             self.trackers.append(tracker)  # at once: if the next one fails, `end_training` closes this one
         for tracker in built if config is not None else ():
-            tracker.store_init_configuration(redact_value("config", config))
+            with reporting(tracker):
+                tracker.store_init_configuration(redact_value("config", config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker called `name`, or with `unwrap` the run of its package (None on other than the main process).
@@ -1099,7 +1102,8 @@ class Accelerator(Ranks):
         check_tracker_names("log_kwargs", options, self.trackers)
         plain = {name: python_number(value) for name, value in values.items()}
         for tracker in self.trackers:
-            tracker.log(plain, step=step, **options.get(tracker.name, {}))
+            with reporting(tracker):
+                tracker.log(plain, step=step, **options.get(tracker.name, {}))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -1124,7 +1128,7 @@ class Accelerator(Ranks):
         with contextlib.ExitStack() as last:  # the last that is put on it is called first
             last.callback(leave)
             for tracker in reversed(self.trackers):
-                last.callback(tracker.finish)
+                last.callback(end_reporting, tracker)
             self.trackers = []
             self._saver.finish()
 

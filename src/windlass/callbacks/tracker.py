@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
@@ -15,6 +16,7 @@ from windlass.core.errors import Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
 from windlass.core.world import world_from_environment
+from windlass.dist.beacon import REPORT, limited_wait, waiting
 
 logger = get_logger(__name__)
 _P = ParamSpec("_P")
@@ -151,6 +153,19 @@ class PackageTracker(GeneralTracker):
     def finish(self) -> None:
         if self.is_ours:
             getattr(self.tracker, self.closes)()
+
+
+@contextlib.contextmanager
+def reporting(tracker: GeneralTracker) -> Iterator[None]:
+    """Around calls of a tracker, whose server may never answer: the wait is reported, and limited by `ddp_timeout`."""
+    with limited_wait(f"{REPORT}{tracker.name}"):
+        yield
+
+
+def end_reporting(tracker: GeneralTracker) -> None:
+    """Close the run of a tracker. The wait is reported, and has no limit: large files may be under way."""
+    with waiting(f"{REPORT}{tracker.name}"):
+        tracker.finish()
 
 
 def check_attributes(cls: type, names: tuple[str, ...]) -> None:

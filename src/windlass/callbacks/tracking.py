@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from windlass.callbacks.rows import Row, RowCallback, measured, revived
-from windlass.callbacks.tracker import GeneralTracker, RunFacts
+from windlass.callbacks.tracker import GeneralTracker, RunFacts, end_reporting, reporting
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control
@@ -94,7 +94,8 @@ class TrackingCallback(RowCallback):
     def _send(self, tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
         began = self._clock()
         try:
-            tracker.log(values, step=step)
+            with reporting(tracker):
+                tracker.log(values, step=step)
         except Exception as error:  # a lost connection must not end training
             # Not once for each message: errors of requests hold addresses, and differ each time.
             if tracker.name not in self._unreached:
@@ -114,7 +115,7 @@ class TrackingCallback(RowCallback):
                 _finish(earlier)
         for item in self._wanted:
             tracker = item if isinstance(item, GeneralTracker) else self._build(item, args, state)
-            with redacted_argv():
+            with redacted_argv(), reporting(tracker):
                 tracker.start()
             _open.setdefault(tracker.name, []).append(tracker)
             running.append(tracker)
@@ -141,7 +142,10 @@ class TrackingCallback(RowCallback):
             if isinstance(value, bool | int | float | str)
         }
         for tracker in self._running:
-            tracker.store_init_configuration(redact_value("config", {**simple, **args.to_sanitized_dict()}))
+            with reporting(tracker):
+                tracker.store_init_configuration(
+                    redact_value("config", {**simple, **args.to_sanitized_dict()})
+                )
 
     # --- resuming
 
@@ -158,7 +162,7 @@ class TrackingCallback(RowCallback):
 def _finish(earlier: GeneralTracker) -> None:
     """End the run of an earlier Trainer. A failure is one of that run, and must not keep another one from starting."""
     try:
-        earlier.finish()
+        end_reporting(earlier)
     except Exception as error:
         logger.warning("the earlier run of %s could not be ended: %r", earlier.name, error)
 

@@ -40,6 +40,8 @@ END = "end"
 END_ALONE = "end, without having joined a process group"
 # The call of a process that waits for all ranks of the job to join the process group.
 MEETING = "join the process group"
+# How the mark begins of calls of a tracker of experiments.
+REPORT = "report to "
 # How the marks begin of calls in which a process waits for other ranks, and of all calls whose length is reported;
 # limited waits are reported too.
 EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange", "join")
@@ -50,6 +52,7 @@ WAITS = (
     "norm and update",
     "update",
     "save",
+    REPORT,
 )
 # A mark: how many marks were written, the updates done (-1: unknown), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")

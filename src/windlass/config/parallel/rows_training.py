@@ -416,7 +416,7 @@ DDP_TIMEOUT = _ddp(
     "timeout",
     kinds.positive,
     1800,
-    "Seconds after which a collective operation, or a wait for data or for a background save, fails.",
+    "Seconds after which a collective operation, or a wait for data, a background save or a tracker, fails.",
     fields=("ddp_timeout",),
 )
 DDP_HOOK = _ddp(
