@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.accelerator import loop_cases
 from tests.accelerator.loop_cases import make, regression, tiny
+from tests.said import listening
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -249,6 +250,21 @@ def test_gradients_that_wait_follow_the_shared_loss_scale() -> None:
     prepared[3].step()
     assert prepared[2].step_was_skipped
     assert second.weight.item() == pytest.approx(before - 0.25)
+
+
+def test_a_backward_after_a_clip_is_unscaled_like_the_first() -> None:
+    accelerator, model = half(), nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.gradient_accumulation_steps = 2
+    before, weights = model.weight.detach().clone(), (0.5, 0.25)
+    with listening() as said:
+        for weight in weights:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2)).sum() * weight)
+                accelerator.clip_grad_norm_(model.parameters(), 10.0)
+                optimizer.step()
+    assert torch.equal(model.weight, before - sum(weights) / 2)
+    assert "does not complete its update" in "".join(said)
 
 
 def test_gradients_are_unscaled_once() -> None:

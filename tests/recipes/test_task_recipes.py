@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.dist.launch import run_script
 
@@ -15,7 +16,11 @@ pytest.importorskip("tokenizers")
 
 from windlass.cli.main import main
 from windlass.core.errors import ConfigError
-from windlass.recipes.recipe import load_recipe
+from windlass.core.types import EvalPrediction
+from windlass.metrics.answer_scores import scores_of_set
+from windlass.recipes.recipe import load_recipe, training_arguments
+from windlass.recipes.tasks import TASKS
+from windlass.recipes.text_metrics import decoded
 
 SMALL = {
     "translate-multi30k": "model.config.d_model=16 model.config.encoder_layers=1 model.config.decoder_layers=1 "
@@ -106,6 +111,28 @@ def test_predictions_that_cannot_be_written_are_an_error_of_all_ranks(
     (tmp_path / "run" / "predictions.txt" / "in-the-way").mkdir(parents=True)
     assert main(["train", "recipe.yaml"]) == 2
     assert "predictions.txt" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_whole_references_count_and_test_data_without_a_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rouge_score")
+    monkeypatch.chdir(tmp_path)
+    whole = " ".join(["a dog"] * 10)
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "ein Hund", "target": whole}) + "\n")
+    (tmp_path / "recipe.yaml").write_text(TINY_PAIRS)
+    words = ("data.eval=t.jsonl", "data.eval_fraction=0.05", "data.test=t.jsonl", "data.max_length=8")
+    recipe = load_recipe("recipe.yaml", words)
+    args, task = training_arguments(recipe.training, recipe.task), TASKS[recipe.task]
+    parts = task.build_parts(recipe, args)
+    labels = np.array([parts.evaluation[0]["labels"]])
+    (cut,) = decoded(parts.tokenizer, labels)
+    found = task.trainer_options(parts, args)["compute_metrics"](EvalPrediction(labels, labels))
+    assert found == scores_of_set(["rouge"], [cut], [whole])
+    assert found["rouge1"] < 100
+    assert main(["train", "recipe.yaml", *words, "metric=null"]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"test loss +(\S+)", said) == re.findall(r"eval loss +(\S+)", said) != []
 
 
 PAIRS = "task: seq2seq\nmodel: {config: {model_type: marian}}\ntokenizer: {train: {vocab_size: 300}}\n"

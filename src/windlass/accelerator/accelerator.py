@@ -806,10 +806,12 @@ class Accelerator(Ranks):
         Returns:
             The norm before clipping: a scalar tensor, the same on every process.
         """
+        self.gradient_state.warn_of_partial_clip()
         return clip_norm(self._prepared, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp the gradients of `parameters` to [`-clip_value`, `clip_value`]."""
+        self.gradient_state.warn_of_partial_clip()
         clip_values(self._prepared, parameters, clip_value)
 
     def maybe_context_parallel(

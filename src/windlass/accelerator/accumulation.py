@@ -8,6 +8,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from windlass.config.loop_options import GradientAccumulationPlugin
+from windlass.core.logs import get_logger, warn_once
+
+_log = get_logger(__name__)
 
 
 class ActiveLoader(Protocol):
@@ -130,6 +133,16 @@ class AccumulationState:
         else:
             self.step += 1
             self.sync_gradients = self.step % self.num_steps == 0
+
+    def warn_of_partial_clip(self) -> None:
+        """Say once that gradients are clipped before their update is complete, as they are in this micro-batch."""
+        if not self.sync_gradients:
+            warn_once(
+                _log,
+                "gradients are clipped in a micro-batch that does not complete its update: only a part of them is "
+                "scaled, and on several processes each scales its own by another factor. Clip `if "
+                "accelerator.sync_gradients`.",
+            )
 
     def batches_of_update(self) -> int:
         """Number of batches of the unprepared loader that the current update covers, divided by its micro-batches:

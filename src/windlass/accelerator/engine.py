@@ -229,6 +229,7 @@ class OwnLoop:
         micro, executor = self._micro_batch(), self._prepared.executor
         self._normaliser.scope(micro)
         share = self._normaliser.apply(loss)
+        self._prepared.executors.scale_again()
         executor.backward_in_loop(
             share, last=micro.last, discards=self._prepared.executors.discards, **kwargs
         )

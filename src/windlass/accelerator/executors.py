@@ -235,6 +235,13 @@ class Executors:
                 follower.follow_scale(factor)
         return applied
 
+    def scale_again(self) -> None:
+        """Before a backward: gradients that were clipped or unscaled have the loss scale again."""
+        if self.scaler.active:
+            for executor in map(self.executor_of, self._known()):
+                if isinstance(executor, NativeExecutor):
+                    executor.scale_again()
+
     def abandon(self, optimizers: Iterable[PreparedOptimizer]) -> None:
         """Drop the gradients of the update under way of these optimizers."""
         for executor in map(self.executor_of, optimizers):

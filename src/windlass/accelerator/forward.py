@@ -35,6 +35,8 @@ class MixedForward:
         functools.update_wrapper(self, type(module).forward if own else original)
         # Scripts and libraries read from it which columns the model takes.
         self.__signature__ = inspect.signature(original)
+        # `torch.export` reads from it where the forward was written.
+        self.__code__ = getattr(original, "__code__", type(self).__call__.__code__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._autocast():

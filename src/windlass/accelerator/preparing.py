@@ -28,6 +28,7 @@ from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.setup import LoopSettings, Setup, autocast_of
 from windlass.accelerator.zero_engines import ZeroEngines
+from windlass.checkpoint.optimizer_state import sparse_momentum
 from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -94,7 +95,15 @@ class Preparer:
                 results[index] = self.prepare_data_loader(args[index], placement[index])
             elif isinstance(args[index], LRScheduler | PreparedSchedule) or self._is_engines(args[index]):
                 results[index] = self.prepare_scheduler(args[index])
+        self._warn_of_sparse_momentum()
         return tuple(results) if len(results) != 1 else results[0]
+
+    def _warn_of_sparse_momentum(self) -> None:
+        """Say now what would fail the first save; a loop that saves nothing may go on."""
+        for optimizer in self._prepared.optimizers:
+            for strategy in self._prepared.strategies:
+                for problem in sparse_momentum(optimizer.optimizer, strategy.module):
+                    warn_once(_log, f"save_state will fail: {problem}")
 
     def _is_engines(self, item: Any) -> bool:
         """Return True for a schedule of DeepSpeed's, which is not one of PyTorch's."""

@@ -27,6 +27,7 @@ from windlass.metrics.stage_memory import process_peak_bytes
 from windlass.recipes.recipe import run_folder, training_arguments
 from windlass.recipes.schema import Recipe, RecipeParts
 from windlass.recipes.tasks import TASKS
+from windlass.recipes.text_metrics import generated_set
 from windlass.trainer.run_folder import check_writable
 from windlass.trainer.session import Session
 
@@ -125,7 +126,7 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
         raise KeyboardInterrupt
     evaluation = _timed(trainer.evaluate, parts.evaluation, small)
     # With a metric of generated text, `windlass train` writes what the final weights generate.
-    predicted = None if recipe.metric is None else (parts.evaluation if parts.test is None else parts.test)
+    predicted = None if recipe.metric is None else generated_set(trainer, parts)[0]
     predictions = _timed(trainer.predict, predicted, small)
     checkpoint = Path(folder) / f"checkpoint-{trainer.state.global_step}"
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())

@@ -154,8 +154,7 @@ def _train(
         return _interrupted(args, arguments)
     with Activity("evaluating the trained model"):
         evaluation = _final_evaluation(trainer, parts.evaluation is not None)
-        if parts.recipe.metric is not None:
-            evaluation |= _write_predictions(trainer, parts, args)
+        evaluation |= _measure_test(trainer, parts, args)
         # One answer for all ranks, which save together: a shared folder may show a new name to some of them later.
         is_saved = (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir()
         if not any(gather_object([is_saved])):
@@ -181,18 +180,20 @@ def early_stopping(recipe: Recipe) -> EarlyStoppingCallback | None:
     return None if spec is None else EarlyStoppingCallback(spec.patience, spec.threshold)
 
 
-def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> dict[str, float]:
-    """Write what the final weights generate for the test data, or else for the evaluation data; return its metrics.
-    Collective. Raises CheckpointError on all ranks if it cannot be written.
+def _measure_test(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> dict[str, float]:
+    """Return the metrics of the final weights on the test data. With a metric of texts, write what they generate for
+    it, or else for the evaluation data. Collective. Raises CheckpointError on all ranks if it cannot be written.
     """
+    if parts.recipe.metric is None:
+        return {} if parts.test is None else dict(trainer.evaluate(parts.test, metric_key_prefix="test"))
     from windlass.dist.gang import current
     from windlass.dist.lockstep import together
-    from windlass.recipes.text_metrics import PREDICTIONS, decoded
+    from windlass.recipes.text_metrics import PREDICTIONS, decoded, generated_set
 
-    chosen = parts.evaluation if parts.test is None else parts.test
+    chosen, prefix = generated_set(trainer, parts)
     if chosen is None:
         return {}
-    output = trainer.predict(chosen, metric_key_prefix="eval" if parts.test is None else "test")
+    output = trainer.predict(chosen, metric_key_prefix=prefix)
 
     def write() -> None:
         if trainer.is_world_process_zero():

@@ -120,6 +120,14 @@ class NativeExecutor:
             # A copy: several executors may share a scaler, which has one flag.
             self._overflow = self.strategy.max_over_ranks(found.clone())
 
+    def scale_again(self) -> None:
+        """Multiply gradients that were unscaled by the loss scale again: a backward is about to add scaled ones."""
+        if self._overflow is None:
+            return
+        self._overflow = None
+        if gradients := self._local_gradients():
+            torch._foreach_mul_(gradients, self._scaler.scale(torch.ones((), device=gradients[0].device)))
+
     def follow_scale(self, factor: Tensor) -> None:
         """Called if the loss scale was multiplied by `factor` while there are gradients of the old one."""
         gradients = self._local_gradients() if self._overflow is None else []

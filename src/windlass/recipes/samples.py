@@ -85,11 +85,16 @@ def _encode(
         yield from tokenizer(**batch, return_attention_mask=False, verbose=False, **options)["input_ids"]
 
 
-def encode_pairs(
-    sources: Sequence[str], targets: Sequence[str], tokenizer: Any, max_length: int
-) -> list[dict[str, Any]]:
+class Pairs(list[dict[str, Any]]):
+    """Encoded sources and targets, and the targets as they were written."""
+
+    def __init__(self, samples: Iterable[dict[str, Any]], targets: Sequence[str]) -> None:
+        super().__init__(samples)
+        self.targets = targets
+
+
+def encode_pairs(sources: Sequence[str], targets: Sequence[str], tokenizer: Any, max_length: int) -> Pairs:
     """The same of sources and targets, whose tokens are the labels."""
     options: dict[str, Any] = {"truncation": True, "max_length": max_length}
-    return _labelled(
-        _encode(sources, tokenizer, **options), _encode(targets, tokenizer, target=True, **options)
-    )
+    labels = _encode(targets, tokenizer, target=True, **options)
+    return Pairs(_labelled(_encode(sources, tokenizer, **options), labels), targets)

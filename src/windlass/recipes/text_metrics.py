@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windlass.core.types import EvalPrediction
 from windlass.metrics.answer_scores import scores_of_set
+from windlass.recipes.schema import RecipeParts
 
 # What the final weights generate, one text a line, in the run's folder.
 PREDICTIONS = "predictions.txt"
@@ -21,14 +22,30 @@ def decoded(tokenizer: Any, ids: Any) -> list[str]:
     return [" ".join(text.split()) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
-def of_predictions(tokenizer: Any, metric: str) -> Callable[[EvalPrediction], dict[str, float]]:
-    """`compute_metrics` of this score of texts."""
+def of_predictions(
+    tokenizer: Any, metric: str, references: Sequence[str]
+) -> Callable[[EvalPrediction], dict[str, float]]:
+    """`compute_metrics` of this score of texts, against the references of the set that is generated for. What its
+    labels say is less: they are cut to `data.max_length`, and a tokenizer may lose capitals and rare characters.
+    """
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        texts, references = prediction.predictions, prediction.label_ids
-        return scores_of_set([metric], decoded(tokenizer, texts), decoded(tokenizer, references))
+        texts = decoded(tokenizer, prediction.predictions)
+        # A dry run generates for the first rows alone.
+        return scores_of_set([metric], texts, references[: len(texts)])
 
     return compute_metrics
+
+
+def generated_set(trainer: Any, parts: RecipeParts) -> tuple[Any, str]:
+    """Return the set that the final weights generate for, the test data or else the evaluation data, with the prefix of
+    its metrics; the trainer computes them with its references from now on.
+    """
+    found, prefix = (parts.evaluation, "eval") if parts.test is None else (parts.test, "test")
+    if found is not None:
+        assert parts.recipe.metric is not None
+        trainer.compute_metrics = of_predictions(parts.tokenizer, parts.recipe.metric, found.targets)
+    return found, prefix
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:

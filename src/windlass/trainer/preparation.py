@@ -19,7 +19,7 @@ from windlass.callbacks.run_record import RunRecord
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.nodes import Disks, whole_on_one_disk
-from windlass.checkpoint.optimizer_state import check_nameable
+from windlass.checkpoint.optimizer_state import check_nameable, sparse_momentum
 from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
@@ -204,7 +204,7 @@ def prepare_run(
     warn_of_spare_devices(session.world, session.device)
     report_proof(args, hooks.model, session.all_ranks, plan.dist)
     if checkpoint is not None and not isinstance(checkpoint, ForeignCheckpoint) and session.world.is_main:
-        warn_of_changed_arguments(checkpoint, args.to_dict())
+        warn_of_changed_arguments(checkpoint, args.to_dict(), built.schedule.counts_steps)
     return run, files, checkpoint, place
 
 
@@ -320,29 +320,13 @@ def check_optimizer(
     """
     saves = not plan.model_only and (plan.cadence.strategy != "no" or plan.every is not None)
     if saves:
-        refuse(_sparse_momentum(optimizer, model))
+        refuse(sparse_momentum(optimizer, model))
     if not saves and all_ranks.size == 1:
         return
     try:
         check_nameable(optimizer, model)
     except CheckpointError as error:
         raise ModelError(f"this optimizer cannot train in this run: {error}") from None
-
-
-def _sparse_momentum(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Problem]:
-    """A problem for each embedding whose momentum would be a sparse tensor, as its gradients are."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
-    moved = {id(p): group["momentum"] for group in groups if group["momentum"] for p in group["params"]}
-    return [
-        Problem(
-            f"model.{name}.sparse",
-            True,
-            f"SGD with momentum={moved[id(part.weight)]} keeps sparse tensors, which a checkpoint does not hold: build "
-            "it with sparse=False, or set momentum to 0",
-        )
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and id(part.weight) in moved
-    ]
 
 
 def _check_saved_model(model: nn.Module, plan: SavePlan, all_ranks: Gang) -> None:

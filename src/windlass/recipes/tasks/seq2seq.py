@@ -63,7 +63,9 @@ class Seq2Seq(TextTask):
         from windlass.recipes.text_metrics import of_predictions
 
         metric = parts.recipe.metric
-        return {} if metric is None else {"compute_metrics": of_predictions(parts.tokenizer, metric)}
+        if metric is None or parts.evaluation is None:
+            return {}
+        return {"compute_metrics": of_predictions(parts.tokenizer, metric, parts.evaluation.targets)}
 
     def trainer_class(self) -> Any:
         from windlass.finetuning.seq2seq_trainer import Seq2SeqTrainer
