@@ -113,7 +113,7 @@ class Adapter:
 
 def _base_of(model: Any, config: Any) -> str | None:
     """What names the base. A folder by its whole path: the script may change its working directory before it saves, and
-    whoever merges the adapter may do so in another one.
+    the adapter may be merged in another one.
     """
     named = config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None) or None
     return os.path.abspath(named) if named and os.path.isdir(named) else named

@@ -266,9 +266,8 @@ def _moved(module: nn.Module, device: Place | None) -> Iterator[None]:
         yield
         return
     originals = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    copies: dict[Tensor, SharedWeight] = defaultdict(
-        WeakValueDictionary
-    )  # names of one tensor share its copy
+    # Names of one tensor share its copy.
+    copies: dict[Tensor, SharedWeight] = defaultdict(WeakValueDictionary)
     try:
         for name, original in originals.items():
             set_module_tensor_to_device(module, name, device, tied_params_map=copies[original])
