@@ -31,7 +31,7 @@ def test_the_page_lets_a_stranger_read_a_whole_checkpoint(tmp_path: Path) -> Non
     by_id = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for parameter, state in trainer.optimizer.state.items():
         assert_same(optimizer["state"][by_id[id(parameter)]], state)
-    assert checkpoint.state("schedule") == {"step": 3}
+    assert checkpoint.state("schedule") == {"step": 4}
     assert checkpoint.state("loop")["updates_in_epoch"] == 4
     assert checkpoint.state("trainer_state")["global_step"] == 4
     assert set(checkpoint.state("rank-00000")) == {"rng", "ledger", "position", "buffers"}

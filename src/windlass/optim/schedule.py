@@ -88,6 +88,9 @@ def _typed(live: Any, value: Any) -> Any:
 
 _log = get_logger(__name__)
 
+# The state of a `FactorSchedule`.
+_OWN_STATE = frozenset({"step", "rates", "bases"})
+
 # What schedulers that follow a metric keep for each group.
 _RATES_OF_GROUPS = frozenset({"base_lrs", "lrs", "_last_lr", "min_lrs", "max_lrs"})
 
@@ -281,7 +284,7 @@ class UserSchedule:
 
     def load_state_dict(self, state: State) -> None:
         # A scheduler of torch would take the number in the place of its method `step`.
-        if state.keys() == {"step"} and "step" not in self.inner.state_dict():
+        if "step" in state and state.keys() <= _OWN_STATE and "step" not in self.inner.state_dict():
             raise _other_kind("a schedule that is a function of the update", type(self.inner).__name__)
         groups = len(self.optimizer.param_groups)
         load_data(
