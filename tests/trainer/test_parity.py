@@ -324,11 +324,9 @@ def test_epochs_and_rates_agree_over_uneven_epochs(tmp_path: Path) -> None:
     "event", ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_log", "on_epoch_end"]
 )
 def test_a_rate_that_a_callback_sets_is_that_of_the_next_update(tmp_path: Path, event: str) -> None:
-    reads, weights = [], []
-    changes = {"max_steps": 6, "logging_steps": 1, "train_sampling_strategy": "sequential"}
-    for trainer, package in zip(
-        both(tmp_path, Net, rows(12), **changes), (windlass, transformers), strict=True
-    ):
+    found, changes = [], {"max_steps": 6, "logging_steps": 1, "train_sampling_strategy": "sequential"}
+    trainers = both(tmp_path, Net, rows(12), **changes)
+    for trainer, package in zip(trainers, (windlass, transformers), strict=True):
         seen: list[float] = []
 
         def change(self: Any, args: Any, state: Any, control: Any, seen: Any = seen, **kwargs: Any) -> None:
@@ -339,10 +337,9 @@ def test_a_rate_that_a_callback_sets_is_that_of_the_next_update(tmp_path: Path, 
 
         trainer.add_callback(type("Change", (package.TrainerCallback,), {event: change})())
         trainer.train()
-        reads.append(seen)
-        weights.append(weights_hash(trainer.model))
-    assert reads[0] == pytest.approx(reads[1])
-    assert weights[0] == weights[1]
+        found.append((seen, weights_hash(trainer.model)))
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 def test_the_state_has_the_same_fields(tmp_path: Path) -> None:
