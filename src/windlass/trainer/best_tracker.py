@@ -10,9 +10,12 @@ from typing import Any
 
 from windlass.config.plan import SavePlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_job_logger
 from windlass.core.metric_values import number_in
 from windlass.core.types import State
 from windlass.trainer.run_events import Events
+
+logger = get_job_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +120,33 @@ class BestTracker:
 
     # --- in checkpoints ---------------------------------------------------------------------------------------------
 
+    @property
+    def _measure(self) -> list[Any]:
+        name = self._plan.metric
+        return [name and name.removeprefix("eval_"), self._plan.greater_is_better]
+
     def state_dict(self) -> State:
-        return {"evaluations": self.evaluations}
+        return {"evaluations": self.evaluations, "measure": self._measure}
 
     def load_state_dict(self, state: State) -> None:
         self.evaluations = state["evaluations"]
+        before, now = state.get("measure", self._measure), self._measure
+        if before[0] and now[0] and before != now:
+            self._forget(before[0])
         self._committed_evaluations = list(self.evaluations)
+
+    def _forget(self, measure: str) -> None:
+        """Begin without a best evaluation: those before were ranked by another measure, with which no value of this one
+        can be compared.
+        """
+        logger.warning(
+            "the best evaluations so far were those by %s; by %s the best is looked for from here on",
+            measure,
+            self._plan.metric,
+        )
+        state = self._events.state
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        self.evaluations, self._saved, self._last = [], Best(), (-1, None)
 
     def moved(self, folder: Path) -> None:
         """Set the folder of the best checkpoint."""
