@@ -187,6 +187,23 @@ def test_another_model_is_refused_with_shapes_and_untouched() -> None:
     assert not live.state
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused_and_one_of_the_same_options_is_not() -> None:
+    class Renamed(torch.optim.AdamW):
+        pass
+
+    model = model_of()
+    step(model, optimizer := torch.optim.AdamW(model.parameters(), lr=0.01), 0)
+    state = save_optimizer_state(optimizer, model)
+    # Of another class the first would end in the next update, and the second would start its momentum again.
+    for live in (torch.optim.Adafactor(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)):
+        with pytest.raises(
+            CheckpointError, match=r"state is one of AdamW, and this optimizer is (Adafactor|SGD)"
+        ):
+            load_optimizer_state(live, model, state)
+        assert not live.state
+    load_optimizer_state(Renamed(model.parameters()), model, state)
+
+
 def test_groups_of_other_parameters_are_refused() -> None:
     model = model_of()
     optimizer = torch.optim.AdamW(groups_of(model, False), lr=0.01)

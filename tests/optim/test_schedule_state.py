@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from tests.optim.helpers import parameters
 from torch.optim.lr_scheduler import (
@@ -19,12 +20,14 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
 )
 from torch.optim.swa_utils import SWALR
 
 from windlass.checkpoint.codec import decode, encode
-from windlass.optim.schedule import UserSchedule
+from windlass.core.errors import CheckpointError
+from windlass.optim.schedule import FactorSchedule, UserSchedule
 
 
 class Phase(Enum):
@@ -115,3 +118,14 @@ def test_torchs_schedulers_go_on_with_the_same_rates() -> None:
                 schedule.optimizer.step()
                 schedule.advance()
         assert rates[0] == rates[1], name
+
+
+def test_the_state_of_another_kind_of_schedule_is_refused() -> None:
+    """Before, the number of the update replaced the method `step`, which failed in the first evaluation."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    by_update = FactorSchedule(optimizer, lambda step: 1 / (step + 1))
+    by_metric = UserSchedule(ReduceLROnPlateau(optimizer))
+    for live, saved in ((by_update, by_metric), (by_metric, by_update)):
+        with pytest.raises(CheckpointError, match="continue with the schedule that it was saved with"):
+            live.load_state_dict(saved.state_dict())
+    by_metric.observe(1.0)

@@ -144,10 +144,18 @@ def test_errors_of_resuming_say_where(tmp_path: Path) -> None:
 def test_arguments_that_changed_are_listed_once(tmp_path: Path, caplog: Any) -> None:
     Trainer(Net(), saving(tmp_path), train_dataset=rows(8)).train()
     caplog.clear()
-    changed = arguments(tmp_path, max_steps=3, learning_rate=0.01, per_device_train_batch_size=2)
+    changed = arguments(
+        tmp_path, max_steps=3, learning_rate=0.01, per_device_train_batch_size=2, weight_decay=0.5
+    )
     trainer = Trainer(Net(), changed, train_dataset=rows(8))
     trainer.train(resume_from_checkpoint=True)
-    (said,) = {r.getMessage() for r in caplog.records if "differ from the checkpoint" in r.getMessage()}
+    kept, said = sorted(
+        {r.getMessage() for r in caplog.records if "differ from the checkpoint" in r.getMessage()}
+    )
+    assert "have no effect" in kept
+    assert "weight_decay: 0.5 (from args) != 0.0 (from " in kept
+    assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.0
+    assert "weight_decay" not in said
     assert "learning_rate: 0.01 (from args) != 0.05 (from " in said
     assert "per_device_train_batch_size: 2 (from args) != 4" in said
     assert "output_dir" not in said

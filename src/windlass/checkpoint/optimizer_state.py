@@ -29,6 +29,9 @@ from windlass.dist.sharded import (
     whole_on_first,
 )
 
+_CLASS = "class"
+# Options that schedules add to those of an optimizer.
+_OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 # Options of the implementation, which do not change results: the present ones are kept.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PART = (
@@ -58,9 +61,10 @@ def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
     CheckpointError if the optimizer updates a parameter that the model does not have.
 
     Returns:
-        `{"shapes": {name: [..]}, "state": {name: {key: value}}, "groups": [{"names": [..], "options": {..}}]}`;
-        a parameter that was never updated has no entry in `state`. Tensors are the optimizer's own, not copies.
-        Sharded ones are gathered one at a time and whole on rank 0's host; `state` is empty on other ranks then.
+        `{"class": name, "shapes": {name: [..]}, "state": {name: {key: value}}, "groups": [{"names": [..], "options":
+        {..}}]}`; a parameter that was never updated has no entry in `state`. Tensors are the optimizer's own, not
+        copies. Sharded ones are gathered one at a time and whole on rank 0's host; `state` is empty on other ranks
+        then.
     """
     sharded = any(is_sharded(parameter) for parameter in _parameters(optimizer))
     state = _state_by_name(optimizer, model, lambda name, entry: map_leaves(whole_on_first, entry))
@@ -77,6 +81,7 @@ def _state_by_name(
     members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     named = {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
     return {
+        _CLASS: type(optimizer).__name__,
         "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
         "state": {
             name: convert(name, map_leaves(split_packed, optimizer.state[parameter], is_packed))
@@ -146,7 +151,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
 
     Tensors are moved to the device of their parameter and keep their saved dtype. Options of a group (learning rate,
     betas, ...) are the saved ones, except those of the implementation (`fused`, `foreach`, ...). Raises CheckpointError
-    for parameters missing or unexpected, shapes or groups that differ; they are named.
+    for parameters missing or unexpected, shapes or groups that differ; they are named; and for the state of another
+    kind of optimizer.
     """
     if isinstance(optimizer, KeepsOwnState):
         optimizer.take_state(model, state)
@@ -159,6 +165,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     _check_spread(optimizer, fresh, by_name, state["state"])
     members = [frozenset(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
     options = match_groups(members, state)
+    _check_kind(optimizer, state, options)
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
             if key not in IMPLEMENTATION:
@@ -293,6 +300,20 @@ def match_groups(groups: Sequence[frozenset[str]], state: State) -> list[dict[st
         # Only groups without parameters can be equal: they are matched in their order.
         options.append(found.pop(0) if len(found) > 1 else found[0])
     return options
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, state: State, options: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the state of another class with other options, which keeps other tensors or uses them otherwise."""
+    saved, live = state.get(_CLASS), type(optimizer).__name__
+    if saved in (None, live):
+        return
+    present = {key for group in optimizer.param_groups for key in group} - {"params", "param_names"}
+    differing = ({key for group in options for key in group} ^ present) - IMPLEMENTATION - _OF_SCHEDULES
+    if differing:
+        raise CheckpointError(
+            f"the optimizer state is one of {saved}, and this optimizer is {live}, which has other options "
+            f"({shorten(sorted(differing))}): continue with {saved}, or start a new run from the checkpoint's weights"
+        )
 
 
 def _load_parameter(

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
+from windlass.core.errors import CheckpointError, ConfigError, Problem, did_you_mean, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
@@ -157,6 +157,8 @@ class FactorSchedule(LRScheduler):
         return {"step": self.last_epoch}
 
     def load_state_dict(self, state: State) -> None:
+        if "step" not in state:
+            raise _other_kind("a scheduler of torch or of the script", "a function of the update")
         self.set(int(state["step"]))
 
     # The interface of torch's LRScheduler.
@@ -230,6 +232,9 @@ class UserSchedule:
         return state_as_data(self.inner)
 
     def load_state_dict(self, state: State) -> None:
+        # A scheduler of torch would take the number in the place of its method `step`.
+        if state.keys() == {"step"} and "step" not in self.inner.state_dict():
+            raise _other_kind("a schedule that is a function of the update", type(self.inner).__name__)
         groups = len(self.optimizer.param_groups)
         load_data(
             self.inner,
@@ -349,6 +354,14 @@ def _asks_for_metric(scheduler: Any) -> bool:
     first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return first is not None and first.kind not in variadic and first.default is inspect.Parameter.empty
+
+
+def _other_kind(saved: str, live: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint has the state of {saved}, and the schedule of this run is {live}: continue with the schedule "
+        "that it was saved with (lr_scheduler_type, or the scheduler that the script passes), or start a new run from "
+        "the checkpoint's weights"
+    )
 
 
 def _for_groups(value: Any, groups: int) -> Any:

@@ -204,7 +204,7 @@ def prepare_run(
     warn_of_spare_devices(session.world, session.device)
     report_proof(args, hooks.model, session.all_ranks, plan.dist)
     if checkpoint is not None and not isinstance(checkpoint, ForeignCheckpoint) and session.world.is_main:
-        warn_of_changed_arguments(checkpoint, args.to_dict())
+        warn_of_changed_arguments(checkpoint, args.to_dict(), built.schedule.counts_steps)
     return run, files, checkpoint, place
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from windlass.accelerator.saved_parts import reading
@@ -46,6 +46,10 @@ _FREE_TO_DIFFER = frozenset(
         "hub_wait",
     }
 )
+# Arguments whose values are options in the optimizer's state, which continues as it was saved.
+_OF_OPTIMIZER = frozenset({"weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"})
+# Those whose values are in the state of a scheduler that counts its own steps.
+_OF_SCHEDULER = frozenset({"learning_rate", "lr_scheduler_kwargs"})
 
 
 class CheckpointSource:
@@ -126,23 +130,38 @@ def resumed_progress(
         return Progress(checkpoint.step, (position["epoch"] + 1) * per_epoch - left)
 
 
-def warn_of_changed_arguments(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> None:
-    """Warn of arguments that differ from those of the checkpoint. For the main process."""
+def warn_of_changed_arguments(
+    checkpoint: Checkpoint, arguments: Mapping[str, Any], schedule_counts: bool
+) -> None:
+    """Warn of arguments that differ from those of the checkpoint, and say which value holds. For the main process.
+
+    Args:
+        schedule_counts: the schedule's state is more than the number of the update.
+    """
     text = checkpoint.read("training_args.json")
     if text is None:
         return
     old = strict_json.parse(text, f"{checkpoint.folder / 'training_args.json'}", allow_nan=True)
     # As the saved ones were written, so that equal values are equal here.
     new = json.loads(json.dumps(arguments, default=str))
-    changed = [
-        f"{name}: {new[name]} (from args) != {old[name]} (from {checkpoint.folder.name})"
-        for name in sorted(new.keys() & old.keys())
-        if new[name] != old[name] and name not in _FREE_TO_DIFFER
-    ]
-    if changed:
-        logger.warning(
-            "arguments that differ from the checkpoint's, and replace them:\n  %s", "\n  ".join(changed)
-        )
+    changed = [name for name in sorted(new.keys() & old.keys()) if new[name] != old[name]]
+    of_state = _OF_OPTIMIZER | (_OF_SCHEDULER if schedule_counts else frozenset())
+
+    def warn(what: str, names: Iterable[str]) -> None:
+        lines = [
+            f"{name}: {new[name]} (from args) != {old[name]} (from {checkpoint.folder.name})"
+            for name in names
+        ]
+        if lines:
+            logger.warning(
+                "arguments that differ from the checkpoint's, and %s:\n  %s", what, "\n  ".join(lines)
+            )
+
+    warn("replace them", (name for name in changed if name not in _FREE_TO_DIFFER | of_state))
+    warn(
+        "have no effect, because the optimizer's and the schedule's state continue with the saved ones",
+        (name for name in changed if name in of_state),
+    )
 
 
 def saved_update_size(checkpoint: Checkpoint) -> UpdateSize | None:
