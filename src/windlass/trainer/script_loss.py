@@ -54,7 +54,7 @@ class ScriptLoss:
         complete: the loss is divided by the count of the whole update and multiplied by the number of processes. False:
             it is a mean over its micro-batch, or a sum divided by that micro-batch's count. None: its first call
             decides.
-        is_given_count: functions of a script get the count; those of Windlass's own trainers are no script's.
+        is_given_count: functions of a script get the count; those of Windlass's own trainers are none of a script.
     """
 
     def __init__(self, data_ranks: Gang, accumulation: AccumulationState) -> None:
