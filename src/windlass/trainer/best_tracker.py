@@ -120,33 +120,40 @@ class BestTracker:
 
     # --- in checkpoints ---------------------------------------------------------------------------------------------
 
-    @property
-    def _measure(self) -> list[Any]:
-        name = self._plan.metric
-        return [name and name.removeprefix("eval_"), self._plan.greater_is_better]
-
     def state_dict(self) -> State:
-        return {"evaluations": self.evaluations, "measure": self._measure}
+        return {"evaluations": self.evaluations, **self._rule}
 
     def load_state_dict(self, state: State) -> None:
+        saved = {name: state.get(name) for name in self._rule}
+        # Earlier versions did not save the rule; a run without a metric ranks nothing, and keeps what was found.
+        if None not in (self._plan.metric, saved["metric"]) and saved != self._rule:
+            self._forget(saved)
+            return
         self.evaluations = state["evaluations"]
-        before, now = state.get("measure", self._measure), self._measure
-        if before[0] and now[0] and before != now:
-            self._forget(before[0])
         self._committed_evaluations = list(self.evaluations)
 
-    def _forget(self, measure: str) -> None:
-        """Begin without a best evaluation: those before were ranked by another measure, with which no value of this one
-        can be compared.
-        """
+    @property
+    def _rule(self) -> dict[str, Any]:
+        """By what evaluations are ranked; the prefix of the name is optional."""
+        metric = self._plan.metric
+        return {
+            "metric": None if metric is None else metric.removeprefix("eval_"),
+            "greater_is_better": self._plan.greater_is_better,
+        }
+
+    def _forget(self, saved: Mapping[str, Any]) -> None:
+        """Begin the ranking again: the best by another rule is not the best by this one."""
         logger.warning(
-            "the best evaluations so far were those by %s; by %s the best is looked for from here on",
-            measure,
-            self._plan.metric,
+            "the evaluations of the checkpoint were ranked by %s, and this run ranks by %s: the best so far is not "
+            "taken over",
+            saved,
+            self._rule,
         )
         state = self._events.state
-        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-        self.evaluations, self._saved, self._last = [], Best(), (-1, None)
+        self._last = (-1, None)
+        self.evaluations, self._committed_evaluations = [], []
+        state.best_metric = state.best_global_step = None
+        self._note(Best())
 
     def moved(self, folder: Path) -> None:
         """Set the folder of the best checkpoint."""
