@@ -95,6 +95,18 @@ def test_the_memory_of_a_planned_run(run: Path, capsys: pytest.CaptureFixture[st
         assert (("memory", shown) in described(read_run(run))) is known
 
 
+@pytest.mark.parametrize("content", [None, "{"])
+def test_without_a_record_it_is_not_known_how_a_run_ended(
+    content: str | None, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "run.json").unlink() if content is None else (run / "run.json").write_text(content)
+    assert status(run, capsys)["state"] == "unknown"
+    assert main(["status", str(run)]) == 0
+    assert (
+        "run: ended after step 6, how is not known: run.json is missing or damaged" in capsys.readouterr().out
+    )
+
+
 def test_a_killed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kill(run)
     found = status(run, capsys)

@@ -28,6 +28,15 @@ def test_aligned_for_a_while() -> None:
         assert torch.equal(plain.weight, weight)
 
 
+def test_a_weight_with_two_names_in_one_module_is_moved_once() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer.tied = layer.weight
+    with align_module_device(layer, "meta"):
+        assert layer.tied is layer.weight
+        assert layer.tied.is_meta
+    assert layer.tied is layer.weight is weight
+
+
 def test_a_pipeline_offloads_the_model_before() -> None:
     moves: list[str] = []
 

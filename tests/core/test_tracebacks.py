@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import ROOT
+from tests.dist.launch import ROOT, end_of
 from tests.terminal import Terminal
 
 from windlass.core.errors import ConfigError, DataError, Problem
@@ -66,6 +66,18 @@ def test_ctrl_c_has_the_calls_only() -> None:
         said = printed(interrupted)
     assert said.splitlines()[0] == "Traceback (WINDLASS_TRACEBACK=full shows all frames):"
     assert said.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_ctrl_c_while_an_object_is_destroyed_is_not_lost(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal\n\n\nclass Held:\n    def __del__(self):\n        signal.raise_signal(signal.SIGINT)\n\n\n"
+        "Held()\nwhile True:\n    pass\n"
+    )
+    code, said = end_of(script, timeout=60)
+    assert code == 1
+    assert said.endswith("KeyboardInterrupt\n")
+    assert "ignored" not in said
 
 
 def test_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:

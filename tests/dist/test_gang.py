@@ -19,6 +19,7 @@ from windlass.core.errors import ConfigError, DataError
 from windlass.core.mesh import VIEWS, Mesh
 from windlass.core.threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
+from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang, Outside, current, join, leave
 from windlass.dist.listening import LOOPBACK, open_store
 from windlass.transforms.ddp import DataParallel, Replicated
@@ -142,6 +143,9 @@ def accelerators(gang: Gang) -> None:
     expected = torch.cat([torch.full((r + 1, 2), float(r)) for r in range(SIZE)])
     assert torch.equal(accelerator.gather(rows), expected), "sizes may differ"
     assert accelerator.gather(torch.tensor(RANK)).tolist() == list(range(SIZE))
+    for call in ("gather", "reduce"):  # that others wait here is named by the watchdog
+        getattr(accelerator, call)(rows[:1])
+        assert beacon().mark().call == f"after {call} tensors"
     assert accelerator.is_main_process == (RANK == 0)
     assert accelerator.on_main_process(lambda: 1)() == (1 if RANK == 0 else None)
 

@@ -62,10 +62,13 @@ def test_a_hub_that_fails_costs_the_upload_and_not_the_run(
 
 @pytest.mark.dist
 def test_only_the_main_process_publishes(hub: Hub, token: str, root: Path, tmp_path: Path) -> None:
-    launch(2, root / "tests/hub/published_ranks.py", tmp_path / "run", token, hub.url)
+    """The second time it cannot write the card, which all processes learn."""
+    said = launch(2, root / "tests/hub/published_ranks.py", tmp_path / "run", token, hub.url)
     assert sum("repos/create" in request for request in hub.requests) == 1
     assert hub.repositories["someone/run"].messages[-1] == "End of training"
     assert "last-checkpoint/rank-00001.safetensors" in hub.files("someone/run")
+    assert "failed: IsADirectoryError" in said
+    assert "failed: CheckpointError: rank 0: IsADirectoryError" in said
 
 
 @pytest.mark.dist

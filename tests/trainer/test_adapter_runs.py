@@ -39,6 +39,21 @@ def test_the_base_is_not_written(folder: Path) -> None:
     assert "adapter_model.safetensors" in json.loads((checkpoint / "manifest.json").read_text())["files"]
 
 
+def test_the_base_is_named_where_it_was_when_the_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = adapted()
+    model.get_base_model().name_or_path = "base"
+    adapter = find_adapter(model)
+    assert adapter is not None
+    monkeypatch.chdir("/")
+    adapter.save_config(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+
+
 def test_peft_reads_what_was_saved(folder: Path) -> None:
     from peft import PeftModel
 

@@ -163,6 +163,17 @@ def test_the_best_is_remembered_by_a_resumed_run(tmp_path: Path) -> None:
     assert weights_hash(second.model) == first.hashes[1]
 
 
+def test_a_resumed_run_that_ranks_otherwise_takes_no_best_over(tmp_path: Path, caplog: Any) -> None:
+    """Before, a value of the other rule that no evaluation exceeded stayed the best."""
+    same = {"lr_scheduler_type": "constant"}
+    scripted(tmp_path, [0.5, 0.1, 0.2], max_steps=3, greater_is_better=False, **same).train()
+    second = scripted(tmp_path, [0.05, 0.04, 0.03], greater_is_better=True, **same)
+    second.train(resume_from_checkpoint=True)
+    assert "the best so far is not taken over" in caplog.text
+    assert (second.state.best_global_step, second.state.best_metric) == (4, 0.05)
+    assert weights_hash(second.model) == second.hashes[0]
+
+
 @pytest.mark.parametrize("name", ["score", "eval_score"])
 def test_the_prefix_is_optional(tmp_path: Path, name: str) -> None:
     trainer = scripted(tmp_path, [0.1, 0.3, 0.2, 0.1, 0.1, 0.1], metric_for_best_model=name)

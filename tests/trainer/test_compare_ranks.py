@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from windlass import Accelerator, EarlyStoppingCallback, Trainer, TrainerCallbac
 from windlass.config.arguments import shared_arguments
 from windlass.config.sections.setting import rules_of
 from windlass.core.errors import RankMismatchError
-from windlass.dist.alike import differences
+from windlass.dist.differences import differences
 
 EXPECTED = {
     "learning_rate": "0.001 on rank 0, 0.002 on rank 1",
@@ -29,7 +30,7 @@ EXPECTED = {
     "seed": "1 on rank 0, 2 on rank 1",
     "train_dataset": "'8 samples' on rank 0, '6 samples' on rank 1",
     "resume_from_checkpoint": "None on rank 0, True on rank 1",
-    "call": "\"evaluate() of 'eval'\" on rank 0, 'train()' on rank 1",
+    "call": "Trainer.evaluate at test_compare_ranks.py on rank 0, Trainer.train at test_compare_ranks.py on rank 1",
     "compute_metrics": "'none' on rank 0, 'given' on rank 1",
     "model.layer.bias": "'float32[2]' on rank 0, 'float32[2] frozen' on rank 1",
     "optimizer.group 0.lr": "0.1 on rank 0, 0.2 on rank 1",
@@ -213,7 +214,7 @@ def main(folder: Path) -> dict[str, Any]:
         try:
             case()
         except RankMismatchError as error:
-            said[name] = error.differences
+            said[name] = [re.sub(r"\.py:\d+", ".py", line) for line in error.differences]
         else:
             said[name] = ["nothing"]
     said["steps"] = what_may_differ()

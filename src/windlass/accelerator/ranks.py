@@ -22,6 +22,8 @@ from windlass.dist.gang import Gang, leave
 from windlass.dist.operations import check_operations, operations_are_checked
 
 Function = Callable[..., Any]
+# Scripts let one process wait in one of these calls, and the others in another.
+_WAIT = "wait"
 
 
 def select_device(use_cpu: bool, world: World) -> torch.device:
@@ -78,7 +80,7 @@ class Ranks:
 
     def wait_for_everyone(self) -> None:
         """Return once every process has called this."""
-        self._all_ranks.barrier()
+        self._all_ranks.barrier(_WAIT)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Context: the main process runs the body before the other processes."""
@@ -98,12 +100,12 @@ class Ranks:
     @contextlib.contextmanager
     def _first(self, mine: bool) -> Iterator[None]:
         if not mine:
-            self._all_ranks.barrier()
+            self._all_ranks.barrier(_WAIT)
         try:
             yield
         finally:  # the others wait for this process, whatever was raised
             if mine:
-                self._all_ranks.barrier()
+                self._all_ranks.barrier(_WAIT)
 
     # --- decorators ---------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class Adapter:
     name: str  # what peft calls it ("default")
     names: Mapping[str, str]  # name in the model's state dict -> name in `adapter_model.safetensors`
     buffers: frozenset[str]  # names of saved buffers that are not the adapter's
+    base: str | None  # how its configuration names the base: a folder by its whole path
 
     def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The content of `adapter_model.safetensors`, from a state dict of the model. Tied tensors are copied, because
@@ -99,18 +100,23 @@ class Adapter:
         }
 
     def save_config(self, folder: Path) -> None:
-        """Write `adapter_config.json` for inference, as peft writes it; a base that is a folder by its whole path."""
+        """Write `adapter_config.json` for inference, as peft writes it."""
         model: Any = self.model
         config = copy.copy(model.peft_config[self.name])
-        base = model.get_base_model()
-        named = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
-        # Who merges the adapter may do so in another working directory, where a relative path leads nowhere.
-        config.base_model_name_or_path = os.path.abspath(named) if named and os.path.isdir(named) else named
+        config.base_model_name_or_path = self.base
         if config.task_type is None:
-            kind = type(base)
+            kind = type(model.get_base_model())
             config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         config.inference_mode = True
         config.save_pretrained(str(folder))
+
+
+def _base_of(model: Any, config: Any) -> str | None:
+    """What names the base. A folder by its whole path: the script may change its working directory before it saves, and
+    the adapter may be merged in another one.
+    """
+    named = config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None) or None
+    return os.path.abspath(named) if named and os.path.isdir(named) else named
 
 
 def find_adapter(model: nn.Module) -> Adapter | None:
@@ -126,7 +132,9 @@ def find_adapter(model: nn.Module) -> Adapter | None:
         names = _names_in_file(model, name, state)
         if names and trained and trained <= {id(state[inside]) for inside in names}:
             buffers = dict(model.named_buffers(remove_duplicate=False)).keys() & state.keys()
-            return Adapter(model, name, names, frozenset(buffers - names.keys()))
+            return Adapter(
+                model, name, names, frozenset(buffers - names.keys()), _base_of(model, configs[name])
+            )
     return None
 
 

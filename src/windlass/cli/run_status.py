@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.rows import Row, is_number
+from windlass.callbacks.run_record import RECORD
 from windlass.callbacks.run_view import Attempt, CheckpointView, RunView, status_in_words, verify
 from windlass.cli.resume_words import resume_recorded
 from windlass.core.locations import anchored, is_url
@@ -100,7 +101,7 @@ def state_of(view: RunView) -> str:
         return "running"
     if view.attempts:
         return view.attempts[-1].status
-    return "unknown" if view.life.runs is None else "killed"
+    return "unknown"  # without a record nothing says how it ended
 
 
 def _sentence(view: RunView, state: str) -> str:
@@ -112,6 +113,8 @@ def _sentence(view: RunView, state: str) -> str:
     if state == "running" and last not in ("running", "killed", "unknown"):
         ended = status_in_words(last, view.step, view.max_steps)
         return f"the last attempt {ended}; a process is starting or ending here"
+    if view.record is None and view.life.runs is False:
+        return f"ended after step {view.step:,}, how is not known: {RECORD} is missing or damaged"
     words = status_in_words(state, view.step, view.max_steps)
     return f"{words}: it left no reason" if state == "killed" else words
 

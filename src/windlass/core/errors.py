@@ -70,7 +70,7 @@ class ConfigError(WindlassError, ValueError):
 
 
 class RankMismatchError(WindlassError, ValueError):
-    """Settings or objects that every rank must have alike differ between ranks. Raised on all ranks.
+    """Settings, objects or calls that must be alike on every rank differ between ranks. Raised on all ranks.
 
     Attributes:
         differences: one line for each field, with its values and their ranks.
@@ -83,7 +83,8 @@ class RankMismatchError(WindlassError, ValueError):
             f"these differ between the ranks of the job, and must be the same on all of them:{listed}\n"
             "Give every rank the same values: look for a setting that is computed from the rank, from the host or "
             "from an environment variable that only some of them have, and for data that is drawn without a seed or "
-            "divided by the script."
+            "divided by the script. A call that ranks make together is made by all of them: not under `if "
+            "accelerator.is_main_process:`."
         )
 
 

@@ -6,6 +6,7 @@ screen.
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import sysconfig
@@ -60,10 +61,21 @@ def report_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
         _before(kind, error, trace)
 
 
+def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """`sys.unraisablehook`: Ctrl-C that came while an object was destroyed, where Python drops errors, comes again."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        # From another thread, for in this one it would be raised here, where it is dropped as well.
+        _thread.start_new_thread(_thread.interrupt_main, ())
+    else:
+        sys.__unraisablehook__(lost)
+
+
 def install() -> None:
-    """Print uncaught errors by `report_uncaught`, unless a program has a way of its own."""
+    """Print uncaught errors by `report_uncaught`, and keep each Ctrl-C, unless a program has a way of its own."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = report_uncaught
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _interrupt_again
 
 
 def _cause(error: BaseException) -> BaseException | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -14,11 +13,8 @@ from torch import nn
 
 from windlass.core.errors import RankMismatchError
 from windlass.core.redact import is_secret_name
+from windlass.dist.differences import differences
 from windlass.dist.gang import Gang
-
-_SHOWN_FIELDS = 8
-_SHOWN_CHARACTERS = 120
-_MISSING = "(missing)"
 
 
 def check_alike(facts: Mapping[str, Any], gang: Gang) -> None:
@@ -38,21 +34,6 @@ def check_alike(facts: Mapping[str, Any], gang: Gang) -> None:
     if len(set(gang.gather_objects(digest))) == 1:
         return
     raise RankMismatchError(differences(gang.gather_objects(values)))
-
-
-def differences(everywhere: list[dict[str, str]]) -> list[str]:
-    """One line for each field whose value is not the same in all of `everywhere`, which is in rank order."""
-    names = list(dict.fromkeys(name for values in everywhere for name in values))
-    lines = []
-    for name in names:
-        ranks_of: dict[str, list[int]] = defaultdict(list)
-        for rank, values in enumerate(everywhere):
-            ranks_of[values.get(name, _MISSING)].append(rank)
-        if len(ranks_of) > 1:
-            shown = (f"{_short(name, value)} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
-            lines.append(f"{name}: {', '.join(shown)}")
-    more = len(lines) - _SHOWN_FIELDS
-    return [*lines[:_SHOWN_FIELDS], *([f"and {more} more"] if more > 0 else [])]
 
 
 def model_facts(module: nn.Module) -> dict[str, str]:
@@ -102,14 +83,3 @@ def _text(value: Any) -> str:
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     return type(value).__qualname__  # an object's repr may hold its address
-
-
-def _short(name: str, value: str) -> str:
-    if is_secret_name(name):
-        return "(a secret value)"
-    return value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"

@@ -29,6 +29,7 @@ from windlass.dist.beacon import MEETING, beacon, waiting
 from windlass.dist.ending import ends_in_error, keep_groups_open, prepare_end
 from windlass.dist.listening import is_loopback, keep_gloo_on_loopback, open_store
 from windlass.dist.process_groups import ProcessGroups
+from windlass.dist.same_call import in_same_call
 from windlass.dist.sums import DoneSum, Pending, SumUnderWay
 from windlass.dist.watchdog import watch
 from windlass.dist.wire import Streamed, gather, own_stream, stream
@@ -114,8 +115,8 @@ class Gang:
         """Every rank's tensors one after another, in rank order (`wire.stream`); empties `tensors` as it goes."""
         return own_stream(tensors)
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
+    def barrier(self, call: str = "") -> None:
+        """Wait until every rank is here: in the same call of the script, or in one of those that pass this name."""
 
     def vote(self, ok: bool) -> bool:
         """Return True if *every* rank passed True."""
@@ -251,15 +252,13 @@ class ProcessGang(Gang):
     def stream(self, tensors: list[Tensor]) -> Iterator[Streamed]:
         return stream(tensors, self._host)
 
-    def barrier(self) -> None:
+    def barrier(self, call: str = "") -> None:
         with waiting("barrier"):
-            dist.all_reduce(torch.zeros(1), group=self._host)
+            in_same_call("barrier", 0, self._host, call)
 
     def vote(self, ok: bool) -> bool:
-        no_votes = torch.tensor([0 if ok else 1])
         with waiting("vote"):
-            dist.all_reduce(no_votes, group=self._host)
-        return int(no_votes) == 0
+            return all(in_same_call("vote", int(ok), self._host))
 
 
 class Outside(Gang):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from windlass.core.errors import CheckpointError, PeerError, named
+from windlass.core.errors import CheckpointError, PeerError, RankMismatchError, named
 from windlass.dist.ending import lost_another_rank
 from windlass.dist.gang import Gang
 from windlass.dist.sums import Pending
@@ -83,7 +83,7 @@ def telling_others(gang: Gang) -> Iterator[None]:
     """
     try:
         yield
-    except PeerError:
+    except (PeerError, RankMismatchError):
         raise  # the others know already, and have left
     except Exception as error:
         if lost_another_rank(error):

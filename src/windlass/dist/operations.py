@@ -19,6 +19,7 @@ from windlass.core.device import choose_device
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.tensors import bits_of
 from windlass.core.trees import tensors_of, with_tensors
+from windlass.dist.beacon import waiting
 from windlass.dist.gang import Gang, current
 
 _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -91,7 +92,8 @@ def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -
         _kinds_everywhere(own, gang, "broadcast")
     for part in own:
         whole = part.detach().contiguous()
-        dist.broadcast(whole, group=_group(part, gang), group_src=from_process)
+        with waiting("broadcast tensors"):
+            dist.broadcast(whole, group=_group(part, gang), group_src=from_process)
         # Backends take dense tensors: of one with gaps a copy travelled.
         if whole.data_ptr() != part.data_ptr():
             part.detach().copy_(whole)
@@ -238,7 +240,8 @@ def _gather_one(tensor: Tensor, kinds: Sequence[Kind], gang: Gang) -> Tensor:
     sent = tensor.new_zeros(max(rows) * row_bytes, dtype=torch.uint8)
     sent[: tensor.shape[0] * row_bytes] = bits_of(tensor)
     received = [torch.empty_like(sent) for _ in rows]
-    dist.all_gather(received, sent, group=_group(tensor, gang))
+    with waiting("gather tensors"):
+        dist.all_gather(received, sent, group=_group(tensor, gang))
     parts = [
         got[: count * row_bytes].view(tensor.dtype).reshape(count, *tensor.shape[1:])
         for got, count in zip(received, rows, strict=True)
@@ -254,7 +257,8 @@ def _reduce_one(tensor: Tensor, reduction: str, scale: float, gang: Gang) -> Ten
             f"reduce: there is no mean of {whole.dtype} over processes; reduce its sum, or .float()"
         )
     if gang.size > 1:
-        dist.all_reduce(whole, _REDUCTIONS[reduction], group=_group(tensor, gang))
+        with waiting("reduce tensors"):
+            dist.all_reduce(whole, _REDUCTIONS[reduction], group=_group(tensor, gang))
     if reduction == "mean":
         whole /= gang.size
     return whole if scale == 1.0 else whole * scale

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from windlass.core.errors import DataError
 from windlass.core.tensors import bits_of
+from windlass.dist.same_call import in_same_call
 
 CHUNK_BYTES = 16 * 2**20
 """Small tensors are sent together up to this many bytes: few messages, and little memory beyond the result."""
@@ -70,6 +71,7 @@ def gather(value: Any, group: Any = None) -> list[Any]:
 
     Raises:
         DataError: on all ranks: the value of one of them cannot be sent.
+        RankMismatchError: on all ranks: they are in different calls of the script.
     """
     failure: Exception | None = None
     try:
@@ -79,9 +81,7 @@ def gather(value: Any, group: Any = None) -> list[Any]:
         reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         parcel = pack(None, {"error": reason})
     # `all_gather` takes tensors of one length, so the lengths are exchanged first.
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([parcel.numel()]), group=group)
-    lengths = [int(size) for size in sizes]
+    lengths = in_same_call("values", parcel.numel(), group)
     received = [torch.empty(max(lengths), dtype=torch.uint8) for _ in lengths]
     dist.all_gather(received, torch.cat([parcel, parcel.new_zeros(max(lengths) - len(parcel))]), group=group)
     answers = [unpack(got) for got in received]

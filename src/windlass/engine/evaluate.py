@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from windlass.config.plan import EvaluationPlan
-from windlass.core.errors import DataError, ModelError, PeerError, Problem, refuse
+from windlass.core.errors import DataError, ModelError, PeerError, Problem, RankMismatchError, refuse
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.trees import Spec, batch_size_of, map_leaves, unflatten
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
@@ -165,7 +165,7 @@ class _Results:
                 else:
                     self.step(ids, batch)
                     on_batch()
-            except PeerError:  # all ranks learn it at once: none waits for this one
+            except (PeerError, RankMismatchError):  # all ranks learn it at once: none waits for this one
                 raise
             except Exception as error:
                 if not reads_on or (metrics.begun and metrics.rounds == rounds):

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.core.errors import CheckpointError, ConfigError, Problem, did_you_mean, refuse
+from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
@@ -356,9 +356,9 @@ def _asks_for_metric(scheduler: Any) -> bool:
     return first is not None and first.kind not in variadic and first.default is inspect.Parameter.empty
 
 
-def _other_kind(saved: str, live: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint has the state of {saved}, and the schedule of this run is {live}: continue with the schedule "
+def _other_kind(saved: str, live: str) -> ValueError:
+    return ValueError(
+        f"it is the state of {saved}, and the schedule of this run is {live}: continue with the schedule "
         "that it was saved with (lr_scheduler_type, or the scheduler that the script passes), or start a new run from "
         "the checkpoint's weights"
     )

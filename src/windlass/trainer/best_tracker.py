@@ -10,9 +10,12 @@ from typing import Any
 
 from windlass.config.plan import SavePlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_job_logger
 from windlass.core.metric_values import number_in
 from windlass.core.types import State
 from windlass.trainer.run_events import Events
+
+logger = get_job_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +121,39 @@ class BestTracker:
     # --- in checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        return {"evaluations": self.evaluations}
+        return {"evaluations": self.evaluations, **self._rule}
 
     def load_state_dict(self, state: State) -> None:
+        saved = {name: state.get(name) for name in self._rule}
+        # Earlier versions did not save the rule; a run without a metric ranks nothing, and keeps what was found.
+        if None not in (self._plan.metric, saved["metric"]) and saved != self._rule:
+            self._forget(saved)
+            return
         self.evaluations = state["evaluations"]
         self._committed_evaluations = list(self.evaluations)
+
+    @property
+    def _rule(self) -> dict[str, Any]:
+        """By what evaluations are ranked; the prefix of the name is optional."""
+        metric = self._plan.metric
+        return {
+            "metric": None if metric is None else metric.removeprefix("eval_"),
+            "greater_is_better": self._plan.greater_is_better,
+        }
+
+    def _forget(self, saved: Mapping[str, Any]) -> None:
+        """Begin the ranking again: the best by another rule is not the best by this one."""
+        logger.warning(
+            "the evaluations of the checkpoint were ranked by %s, and this run ranks by %s: the best so far is not "
+            "taken over",
+            saved,
+            self._rule,
+        )
+        state = self._events.state
+        self._last = (-1, None)
+        self.evaluations, self._committed_evaluations = [], []
+        state.best_metric = state.best_global_step = None
+        self._note(Best())
 
     def moved(self, folder: Path) -> None:
         """Set the folder of the best checkpoint."""

@@ -16,7 +16,8 @@ from windlass.core.errors import RankMismatchError
 from windlass.data.bookmark import checksum
 from windlass.data.prepare import is_stream
 from windlass.data.seeding import Sandbox
-from windlass.dist.alike import check_alike, differences, model_facts
+from windlass.dist.alike import check_alike, model_facts
+from windlass.dist.differences import differences
 from windlass.dist.gang import Gang
 
 if TYPE_CHECKING:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from windlass.callbacks.handler import CallbackHandler
 from windlass.checkpoint.export import model_files
@@ -18,6 +19,8 @@ from windlass.hub.fetching import SCHEME, fetch
 from windlass.hub.publisher import HubCallback, HubSettings, Publisher
 from windlass.trainer.card_facts import base_of, is_repository
 from windlass.trainer.run_folder import RunFolder
+
+T = TypeVar("T")
 
 
 def repository(args: TrainingArguments) -> str:
@@ -61,10 +64,17 @@ def push(publisher: Publisher, folder: Path, message: str) -> Future[str]:
     return publisher.push({name: folder / name for name in names}, message, folder)
 
 
-def model_saved(args: TrainingArguments, handler: CallbackHandler, folder: Path) -> None:
-    """Start to upload the model that a script saved, if the run publishes and this is the main process."""
-    if args.push_to_hub and args.process_index == 0:
-        push(publisher(args, handler, folder), folder, "Model save")
+def model_saved(args: TrainingArguments, handler: CallbackHandler, folder: Path, all_ranks: Gang) -> None:
+    """Start to upload the model that a script saved, if the run publishes. Collective, as `on_main`."""
+    if args.push_to_hub:
+        on_main(all_ranks, lambda: push(publisher(args, handler, folder), folder, "Model save"))
+
+
+def on_main(all_ranks: Gang, work: Callable[[], T]) -> T | None:
+    """What `work` returns on the main process; None on the others. Collective. If it fails, the others raise
+    CheckpointError with its reason.
+    """
+    return together(all_ranks, lambda: work() if all_ranks.rank == 0 else None, ())
 
 
 def end_waits(handler: CallbackHandler) -> None:

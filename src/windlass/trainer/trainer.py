@@ -1067,7 +1067,7 @@ class Trainer:
         with self._services.evaluator.averaged_weights():
             model_writer.save_final(place, self._model_writer, self._save, all_ranks, writes)
         if not (_internal_call or output_dir):
-            publishing.model_saved(self.args, self.callback_handler, self.output_folder)
+            publishing.model_saved(self.args, self.callback_handler, self.output_folder, all_ranks)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.
@@ -1153,17 +1153,22 @@ class Trainer:
             other than the main one, which uploads.
 
         Raises:
-            ConfigError: the Hub refuses the name or the token, or cannot be reached. HubError: the upload failed, or
-                did not end within `hub_wait`.
+            ConfigError: the Hub refuses the name or the token, or cannot be reached; CheckpointError with the reason on
+                the other processes. HubError: the upload failed, or did not end within `hub_wait`.
         """
         self.save_model(_internal_call=True)
         self._services.events.fire("on_push_begin")
-        if not self.is_world_process_zero():
-            return None
         folder = self.output_folder
-        publisher = publishing.publisher(self.args, self.callback_handler, folder, token, revision)
-        self.create_model_card(**publishing.card_facts(publisher, self.model, kwargs))
-        commit = publishing.push(publisher, folder, commit_message or "End of training")
+
+        def start() -> Any:
+            publisher = publishing.publisher(self.args, self.callback_handler, folder, token, revision)
+            self.create_model_card(**publishing.card_facts(publisher, self.model, kwargs))
+            return publisher, publishing.push(publisher, folder, commit_message or "End of training")
+
+        started = publishing.on_main(self._session.all_ranks, start)
+        if started is None:
+            return None
+        publisher, commit = started
         if not blocking:
             return commit
         publisher.finish()

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from windlass.cli.launching.failure_report import Watch, Watched
-from windlass.dist.beacon import Lookout
+from windlass.dist.beacon import LitBeacon, Lookout, mark_path
 
 
 def failed(folder: Path, rank: int, **extra: object) -> Watched:
@@ -30,3 +30,13 @@ def test_failures_are_ordered_by_the_clock_that_the_ranks_share(tmp_path: Path) 
 def test_an_error_file_of_torch_has_the_wall_clock_alone(tmp_path: Path) -> None:
     (facts,) = Watch(0, [failed(tmp_path, 0, timestamp="1700000000")]).incident("failed").ranks
     assert (facts.time, facts.message) == (1700000000.0, "ValueError: x")
+
+
+def test_a_slow_start_of_all_ranks_is_no_stall_of_the_second_to_report(tmp_path: Path) -> None:
+    beacons = [LitBeacon(mark_path(tmp_path, rank)) for rank in range(2)]
+    watch = Watch(0, [Watched(rank, 0, lambda: None, "", Lookout(tmp_path, rank)) for rank in range(2)])
+    assert not watch.stalled(2, now=0)
+    assert not watch.stalled(2, now=100)
+    beacons[0].call("sum", 0)
+    assert not watch.stalled(2, now=101)
+    assert watch.stalled(2, now=103)

@@ -367,9 +367,12 @@ class Watch:
         False as long as no process has reported anything, since the script may be one that writes no marks, and while
         one waits for all ranks to join the process group, which has a limit of its own.
         """
-        idle = self._idle(now)
         marks = list(self._marks())
-        if all(mark.is_opening for mark in marks) or any(mark.call == MEETING for mark in marks):
+        if all(mark.is_opening for mark in marks):
+            self._seen.clear()  # the time until the first report is not that of the ranks that report next
+            return False
+        idle = self._idle(now)
+        if any(mark.call == MEETING for mark in marks):
             return False
         return any(idle[p.rank] >= limit for p in self._processes if p.poll() is None)
 

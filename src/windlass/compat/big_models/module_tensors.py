@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -264,10 +265,12 @@ def _moved(module: nn.Module, device: Place | None) -> Iterator[None]:
     if device is None:
         yield
         return
-    originals = dict(module.named_parameters(recurse=False))
+    originals = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    # Names of one tensor share its copy.
+    copies: dict[Tensor, SharedWeight] = defaultdict(WeakValueDictionary)
     try:
-        for name in originals:
-            set_module_tensor_to_device(module, name, device)
+        for name, original in originals.items():
+            set_module_tensor_to_device(module, name, device, tied_params_map=copies[original])
         yield
     finally:
         for name, original in originals.items():
