@@ -81,6 +81,9 @@ def test_labels_of_one_value_have_one_order_in_all_processes() -> None:
 def test_one_class_and_unknown_class_are_refused() -> None:
     with pytest.raises(DataError, match="one class only"):
         splits.label_names(records(["1", "1"], "label"), "label")
+    for nothing in ("", float("nan")):
+        with pytest.raises(DataError, match="row 1: column 'label' is empty"):
+            splits.label_names([*records(["1"], "label"), ("row 1", {"label": nothing})], "label")
     with pytest.raises(DataError, match="row 0: class '7' never occurs"):
         splits.label_ids(records(["7"], "label"), "label", ["0", "1"])
 

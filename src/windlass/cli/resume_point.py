@@ -94,6 +94,20 @@ def changed_keys(args: TrainingArguments, point: ResumePoint) -> Iterator[str]:
         if name.partition(".")[0] in sections and before.get(name) != now.get(name):
             kept = "; the tokenizer of the checkpoint is kept" if name.startswith("tokenizer.") else ""
             yield f"{name}: {_value(now, name)}, and was {_value(before, name)}{kept}"
+    yield from _changed_split(args, point, now)
+
+
+def _changed_split(args: TrainingArguments, point: ResumePoint, now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line if other rows may be held out than those that the run held out so far, by another seed."""
+    if {"data.eval", "data.eval_split"} & now.keys() or now.get("data.eval_fraction") == 0:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        before = json.loads((point.path / "training_args.json").read_text("utf-8")).get("seed", args.seed)
+        if before != args.seed:
+            yield (
+                f"training.seed: {args.seed}, and was {before}; a part of the rows that is drawn for evaluation is "
+                "another one, which was trained on: put it back, or name data.eval"
+            )
 
 
 def _value(values: Mapping[str, Any], name: str) -> str:

@@ -22,8 +22,9 @@ from typing import Any
 
 from windlass.core.output import flush_standard_streams
 
-# How long the interpreter may take for its end if this process cannot know its own exit code (seconds).
-_LIMIT = 5.0
+# How long the interpreter may take for its end if this process cannot know its own exit code (seconds). On a busy
+# machine it takes more than five: a run that was trained well would end with 1.
+_LIMIT = 60.0
 # Whether work that ranks share has failed on this one, and whether its groups were kept open.
 _failed = _kept = False
 # With what a process that `multiprocessing` started ends; None until it is known.

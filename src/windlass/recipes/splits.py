@@ -63,10 +63,19 @@ def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[
     return train, held
 
 
+def _labels(records: list[Record], name: str) -> list[str]:
+    """The class of each record. Raises DataError for one without: an empty cell would be a class of its own."""
+    values = column(records, name)
+    for (where, _), value in zip(records, values, strict=True):
+        if not str(value).strip() or value != value:  # NaN, as tables of numbers have it
+            raise DataError(f"{where}: column {name!r} is empty: give the row a class, or leave it out")
+    return [str(value) for value in values]
+
+
 def label_names(train: list[Record], name: str) -> list[str]:
     """Return the two or more classes of the training data: numbers ordered by value, words alphabetically."""
     # Sorted as text first: "1" and "01" are one number, and processes order the members of a set differently.
-    names = sorted(set(map(str, column(train, name))))
+    names = sorted(set(_labels(train, name)))
     if all(label.removeprefix("-").isdecimal() for label in names):
         names.sort(key=int)
     if len(names) < 2:
@@ -80,7 +89,7 @@ def label_ids(records: list[Record], name: str, names: Sequence[str]) -> list[in
     """Return the class of each record as its index in `names`. Raises DataError for an unknown class."""
     ids = {label: index for index, label in enumerate(names)}
     found = []
-    for (where, _), label in zip(records, map(str, column(records, name)), strict=True):
+    for (where, _), label in zip(records, _labels(records, name), strict=True):
         if label not in ids:
             shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
             raise DataError(f"{where}: class {label!r} never occurs in the training data (known: {shown})")

@@ -440,6 +440,8 @@ class LossPolicy:
         if not is_mean or self.script.shares == 1 or self._data_ranks.rank != 0:
             return
         asked = any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions(hooks))
+        if asked and not self.script.is_given_count:
+            return  # a loss of Windlass's own trainers
         # Most scripts take the count because transformers passes it, and have a label for each row: then the weights
         # are those of a mean over rows, whatever the loss is.
         if asked and (self.script.read_count or self.normaliser.weighs_rows):

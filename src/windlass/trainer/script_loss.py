@@ -54,6 +54,7 @@ class ScriptLoss:
         complete: the loss is divided by the count of the whole update and multiplied by the number of processes. False:
             it is a mean over its micro-batch, or a sum divided by that micro-batch's count. None: its first call
             decides.
+        is_given_count: functions of a script get the count; those of Windlass's own trainers are none of a script.
     """
 
     def __init__(self, data_ranks: Gang, accumulation: AccumulationState) -> None:
@@ -97,7 +98,7 @@ class ScriptLoss:
             self.complete = earlier if names else False
         self._is_first = watched and self._data_ranks.size > 1
         self._watched, self._notes = watched and declared is None, bool(of_script) and not compiled
-        self._is_given_count, self._divides_itself = bool(of_script), bool(names & MICRO_BATCHES)
+        self.is_given_count, self._divides_itself = bool(of_script), bool(names & MICRO_BATCHES)
         self._use: CountUse | None = None
         self._noted: NotedCount | None = None
 
@@ -118,7 +119,7 @@ class ScriptLoss:
         """The call under way has read its count; known for calls that decide or are noted, and for micro-batches
         without targets.
         """
-        return self._is_given_count if self._noted is None else self._noted.was_read
+        return self.is_given_count if self._noted is None else self._noted.was_read
 
     @property
     def is_watched(self) -> bool:
