@@ -12,10 +12,12 @@ import math
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan, ShardPlan
+from windlass.core.errors import ConfigError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.sharded import local, whole
@@ -181,6 +183,9 @@ def check_norms(strategy: Strategy, model: nn.Module, expected: list[Tensor], ki
             continue  # torch has no largest or smallest element of none
         found = strategy.norm_of_order([p.grad for p in model.parameters() if p.grad is not None], order)
         assert math.isclose(found, nn.utils.get_total_norm(filled, order), rel_tol=CLOSE), order
+    if kind != "ddp":
+        with pytest.raises(ConfigError, match="norm_type"):
+            strategy.norm_of_order(expected, 0.0)
 
 
 def main(kind: str, first: int, last: int) -> None:
