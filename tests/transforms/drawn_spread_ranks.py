@@ -182,7 +182,10 @@ def check_norms(strategy: Strategy, model: nn.Module, expected: list[Tensor], ki
         if (order < 0 or math.isinf(order)) and kind == "ddp" and len(filled) < len(expected):
             continue  # torch has no largest or smallest element of none
         found = strategy.norm_of_order([p.grad for p in model.parameters() if p.grad is not None], order)
-        assert math.isclose(found, nn.utils.get_total_norm(filled, order), rel_tol=CLOSE), order
+        # Of a negative order, a gradient of rounding errors alone decides.
+        assert math.isclose(found, nn.utils.get_total_norm(filled, order), rel_tol=CLOSE, abs_tol=1e-12), (
+            order
+        )
     if kind != "ddp":
         with pytest.raises(ConfigError, match="norm_type"):
             strategy.norm_of_order(expected, 0.0)

@@ -22,11 +22,21 @@ from windlass.core.errors import ConfigError
 from windlass.dist.gang import Gang, current
 from windlass.dist.imagined import imagined_job
 from windlass.transforms.strategies import spread
+from windlass.transforms.strategy import Strategy
 
 
 @pytest.mark.dist
 def test_a_model_that_was_divided_before_is_refused_with_the_way_out(tmp_path: Path) -> None:
     on_ranks(2, main, tmp_path)
+
+
+@pytest.mark.parametrize("order", [-float("inf"), -1.0, 0.0, 1.0, 2.0, float("inf")])
+def test_a_norm_counts_the_zeros_that_a_sparse_gradient_leaves_out(order: float) -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1, 1, 2])).square().sum().backward()
+    assert table.weight.grad is not None
+    found = Strategy(table).norm_of_order([table.weight.grad], order)
+    torch.testing.assert_close(found, torch.nn.utils.get_total_norm([table.weight.grad.to_dense()], order))
 
 
 @pytest.mark.dist

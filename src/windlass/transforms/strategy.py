@@ -99,6 +99,9 @@ class Strategy:
 
     def norm_of_order(self, gradients: list[Tensor], order: float) -> Tensor:
         """As `total_norm`, of another order than 2; infinity is the largest magnitude."""
+        if order < 0:
+            # The zeros that a sparse one leaves out are its smallest elements.
+            gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
         return torch.nn.utils.get_total_norm(_values(gradients), order)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
