@@ -33,7 +33,7 @@ _PLAIN = {bool, int, float, str, type(None)}
 _ARRAY_KINDS = "biufcSUMm"
 # Tensors begin at multiples of this, so that received bytes can be looked at as any dtype.
 _ALIGNMENT = 16
-# Values of up to so many bytes are sent at once: nobody asks how long those of others are.
+# Values of up to so many bytes are sent at once, without an exchange of their lengths.
 _SHORT_BYTES = 1024
 
 

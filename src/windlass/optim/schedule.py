@@ -26,17 +26,31 @@ from windlass.optim.schedules.simple import Factor, Span
 # Torch's schedulers return all their attributes. Those that are code (functions, methods, classes) are made again by
 # the constructor and are not saved. Values that are data under another type (enumerations, dtypes, sets, paths,
 # deques) are saved as plain data, and get the type that the scheduler of the resumed run has there.
+# Beside them is the scheduler's class.
+_KIND = "windlass.class"
 
 
 def state_as_data(scheduler: Any) -> State:
-    """The scheduler's state. What is neither data nor code stays in it, and cannot be saved."""
-    state: State = _data(scheduler.state_dict())
-    return state
+    """The scheduler's state, with its class. What is neither data nor code stays in it, and cannot be saved."""
+    return {**_data(scheduler.state_dict()), _KIND: _kind_of(scheduler)}
 
 
 def load_data(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Load a result of `state_as_data`, or the scheduler's own state, into `scheduler`."""
-    scheduler.load_state_dict(_typed(scheduler.state_dict(), dict(state)))
+    """Load a result of `state_as_data`, or the scheduler's own state, into `scheduler`. Raises ValueError if it is that
+    of another class.
+    """
+    own = dict(state)
+    saved, live = own.pop(_KIND, None), _kind_of(scheduler)
+    # Torch's would take the attributes of another class for its own, and use none of them.
+    if saved not in (None, live):
+        raise _other_kind(saved, live)
+    scheduler.load_state_dict(_typed(scheduler.state_dict(), own))
+
+
+def _kind_of(scheduler: Any) -> str:
+    """The class of a scheduler, and of those in it."""
+    inner = " and ".join(map(_kind_of, getattr(scheduler, "_schedulers", ())))
+    return f"{type(scheduler).__name__}{f' of {inner}' if inner else ''}"
 
 
 def _is_code(value: Any) -> bool:
@@ -110,7 +124,7 @@ class FactorSchedule(LRScheduler):
         self._factor = factor
         self.base_lrs: list[float | torch.Tensor] = []
         self._first_lrs: list[float] = []  # `base_lrs` before a script changed them
-        # Rates that those of the next update replaced, and the update of theirs; None while an update is under way.
+        # Rates that those of the next update replaced, and of which update they are; None while one is under way.
         self._replaced: list[Any] | None = None
         self._replaced_step = self.last_epoch = 0
         self._tensor_lrs = False
@@ -156,7 +170,7 @@ class FactorSchedule(LRScheduler):
         if len(groups) != len(self.base_lrs):
             self._adopt_groups()
         self._replaced, self._replaced_step, self.last_epoch = [], self.last_epoch, step
-        factor = self._factor(step)
+        factor = self._present_factor = self._factor(step)
         for index in range(first, len(groups)):
             group, lr = groups[index], self.base_lrs[index] * factor
             if changed is not None:
@@ -187,7 +201,7 @@ class FactorSchedule(LRScheduler):
 
     def state_dict(self) -> State:
         """The step, and what a script changed: other rates of a resumed run are those of its own arguments."""
-        factor = self._factor(self.last_epoch)
+        factor = self._present_factor
         rates = [
             (float(group["lr"]), _in_type_of(group["lr"], float(base) * factor))
             for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=False)
@@ -198,7 +212,7 @@ class FactorSchedule(LRScheduler):
 
     def load_state_dict(self, state: State) -> None:
         if "step" not in state:
-            raise _other_kind("a scheduler of torch or of the script", "a function of the update")
+            raise _other_kind(state.get(_KIND, "a scheduler of the script"), "a function of the update")
         self._adopt_groups()
         for index, base in state.get("bases", {}).items():
             self.base_lrs[int(index)] = base
