@@ -72,6 +72,10 @@ class ConfigError(WindlassError, ValueError):
 class RankMismatchError(WindlassError, ValueError):
     """Settings, objects or calls that must be alike on every rank differ between ranks. Raised on all ranks.
 
+    Args:
+        found: the sentence before the differences.
+        fix: the sentences after them.
+
     Attributes:
         differences: one line for each field, with its values and their ranks.
     """
