@@ -54,6 +54,10 @@ def test_a_recipe_is_searched_and_continued(folder: Path, capsys: pytest.Capture
         ("trials: many\nspace: {training.seed: [1]}", "trials='many': must be a whole number"),
         ("space: {training.seed: 3}", "hp_space.training.seed=3: must be a list of values"),
         ("backend: tpe\nspace: {training.seed: [1]}", "backend='tpe': must be one of optuna, random, grid"),
+        (
+            "backend: optuna\npruner: hyper\nspace: {training.seed: [1]}",
+            "pruner='hyper': must be 'median' or None",
+        ),
     ],
 )
 def test_mistakes_are_named_before_a_trial(

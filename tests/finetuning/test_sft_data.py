@@ -66,6 +66,14 @@ def test_a_token_that_the_model_does_not_know_is_found_before_training(tmp_path:
         DataError, match=r"the eval dataset has the token 36, and the embedding .* has 36 rows"
     ):
         trainer.evaluate(unknown)
+    labelled = [{"input_ids": [3, 35, 5], "labels": [-100, 36, 5]}] * 4
+    with pytest.raises(DataError, match="the train dataset has the token 36"):
+        trainer_of(tmp_path, labelled)
+    stream = small.table(labelled).to_iterable_dataset()
+    with pytest.raises(
+        DataError, match="column 'labels', row 0 of the training set: the label 36 is outside"
+    ):
+        trainer_of(tmp_path, stream).train()
 
 
 def test_images_and_rows_without_numbers_are_refused(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from tests.search.searches import SPACE, Line, rates, trainer_of
 
 from windlass import TrainerCallback
 from windlass.callbacks.metrics_log import read_metrics
+from windlass.checkpoint import run_lock
+from windlass.checkpoint.run_lock import RunLock
 from windlass.core.errors import ConfigError, DataError, MissingDependencyError, ModelError
 from windlass.core.optional import is_available
 from windlass.search.optuna_sampler import OptunaSampler
-from windlass.search.search import ChosenTrial, arguments_of
+from windlass.search.search import LOCK_NAME, ChosenTrial, arguments_of
 from windlass.search.search_settings import sweep_space
 from windlass.search.space import Float
 from windlass.search.study import FILE_NAME, Record
@@ -386,3 +388,17 @@ def test_a_damaged_study_ends_the_search_before_a_trial(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text("{")
     with pytest.raises(DataError, match="is damaged"):
         trainer_of(tmp_path).hyperparameter_search(SPACE, backend="random")
+
+
+def test_one_search_at_a_time_writes_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "GRACE", 0.1)
+    with (
+        RunLock(tmp_path, LOCK_NAME),
+        pytest.raises(
+            ConfigError, match=r"output_dir=.*another search is writing to it \(host .*wait for it"
+        ),
+    ):
+        trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=1, backend="random")
+    assert not (tmp_path / FILE_NAME).exists()
+    trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=1, backend="random")
+    assert not (tmp_path / LOCK_NAME).exists()

@@ -17,6 +17,7 @@ from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError
 from windlass.transforms import linear_cross_entropy as module
 from windlass.transforms.linear_cross_entropy import LinearLoss, LossOptions, linear_cross_entropy
+from windlass.transforms.linear_log_probabilities import linear_log_probabilities
 
 _CLASSES, _SIZE = 11, 5
 
@@ -116,6 +117,15 @@ def test_without_a_bias_and_without_a_target() -> None:
         assert loss == 0
         for gradient in _gradients(loss, (hidden, weight)):
             assert not gradient.any()
+
+
+@pytest.mark.parametrize("target", [_CLASSES, -5])
+def test_a_target_that_is_no_class_is_an_error_as_in_torch(target: int) -> None:
+    hidden, weight, bias, targets = _tensors()
+    targets[3] = target
+    for compute in (linear_cross_entropy, linear_log_probabilities):
+        with pytest.raises(IndexError, match=f"Target {target} is out of bounds"):
+            compute(hidden, weight, bias, targets)
 
 
 def test_half_precision_rounds_as_the_head_does() -> None:

@@ -35,7 +35,7 @@ class SearchSpec:
     metric: str | list[str] = "eval_loss"
     direction: str | list[str] = "minimize"  # minimize or maximize, for each metric
     backend: str | None = None  # optuna, random or grid; by default optuna if it is installed
-    # Median ends trials that are worse than the median of the others; optuna has its own
+    # Median ends trials that are worse than the median of the others; optuna does so by default
     pruner: str | None = None
     seed: int = 42  # of random choices
 
@@ -98,7 +98,7 @@ def _settings(spec: SearchSpec) -> SearchSettings:
             raise ConfigError(Problem("metric", ", ".join(missing), fix))
         return [metrics[name] for name in names]
 
-    options = {} if spec.pruner is None or spec.backend == "optuna" else {"pruner": spec.pruner}
+    options = {} if spec.pruner is None else {"pruner": spec.pruner}
     return SearchSettings(
         spec.space, objective, spec.trials, spec.direction, spec.backend, None, options, spec.seed
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from windlass.checkpoint.run_lock import FolderInUse, RunLock
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.values import hints, members
@@ -24,6 +25,7 @@ from windlass.search.search_settings import SearchSettings
 from windlass.search.study import Record, Study
 from windlass.search.trial_samplers import Sampler
 
+LOCK_NAME = ".windlass-search.lock"
 _WIDTH, _HEIGHT = 300, 260
 
 
@@ -192,28 +194,36 @@ class Search:
         all_ranks: all processes of the job.
 
     Raises:
-        ConfigError: the folder is a URL, or holds another search. DataError: its file is damaged.
+        ConfigError: the folder is a URL.
     """
 
     def __init__(self, settings: SearchSettings, output_path: str, all_ranks: Gang) -> None:
         if is_url(output_path):
             fix = "a search is continued from its study, which is not uploaded: set it to a folder of this machine"
             raise ConfigError(Problem("output_dir", output_path, fix))
-        self._settings, self._ranks = settings, all_ranks
+        self._settings, self._ranks, self._folder = settings, all_ranks, Path(output_path)
         self._is_main = all_ranks.rank == 0
         self._study: Study | None = None  # these three on the main process
         self._sampler: Sampler | None = None
         self._trial: Any = None
-        self._agreed(lambda: self._open(Path(output_path)))
 
     def run(self, run_trial: RunTrial) -> list[Record]:
         """Run the trials that are missing; return the best: one, or with several objectives all that none surpasses.
         The list is empty if no trial is complete.
+
+        Raises:
+            ConfigError: the folder holds another search, or one that is running. DataError: its file is damaged.
         """
-        for number in range(self._settings.n_trials):
-            if not self._run_one(number, run_trial):
-                break
-        return [Record(**values) for values in self._agreed(self._finish)]
+        # Of two that run at once, each would write its own trials over those of the other.
+        lock = RunLock(self._folder, LOCK_NAME)
+        try:
+            self._agreed(lambda: self._open(lock))
+            for number in range(self._settings.n_trials):
+                if not self._run_one(number, run_trial):
+                    break
+            return [Record(**values) for values in self._agreed(self._finish)]
+        finally:
+            lock.release()
 
     def _run_one(self, number: int, run_trial: RunTrial) -> bool:
         """Run a trial unless it is over; return False if no further one is to be run."""
@@ -245,8 +255,14 @@ class Search:
 
     # --- on the main process ------------------------------------------------------------------------------------------
 
-    def _open(self, folder: Path) -> None:
-        self._study = Study(folder, self._settings.directions, self._settings.name)
+    def _open(self, lock: RunLock) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except FolderInUse as error:
+            fix = f"another search is writing to it ({error.holder}): wait for it or end it, or choose another folder"
+            raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
+        self._study = Study(self._folder, self._settings.directions, self._settings.name)
         self._sampler = self._settings.sampler(self._study)
         if over := sum(record.state != "running" for record in self._study.trials):
             logger.warning("%s: continuing a search, of which %d trials are over", self._study.path, over)

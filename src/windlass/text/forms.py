@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from windlass.core.errors import DataError
+from windlass.core.types import IGNORED
 
 Row = Mapping[str, Any]
 
@@ -206,8 +207,12 @@ def _integers(values: Any, name: str) -> list[int]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         what = "text" if isinstance(values, (str, bytes)) else f"{type(values).__name__} of other values"
         raise DataError(f"{name} must be a list of whole numbers, not {what}")
-    if name == "input_ids" and array.size and array.min() < 0:
-        raise DataError(f"input_ids holds {array.min()}; tokens are numbered from 0")
+    below = array[array < 0] if name in ("input_ids", "labels") else array[:0]
+    if name == "labels":
+        below = below[below != IGNORED]
+    if below.size:
+        note = f", and {IGNORED} is a label that is not trained" if name == "labels" else ""
+        raise DataError(f"{name} holds {below[0]}; tokens are numbered from 0{note}")
     numbers: Any = array.astype(np.int64).tolist()
     return list(numbers)
 

@@ -25,7 +25,7 @@ class TextSummary:
     truncated: int  # rows that were cut to the maximum length
     dropped: int  # rows that were left out, because none of their tokens had a label
     longest: int  # tokens of the longest row
-    largest_id: int  # the largest token, which the embedding of a model must have
+    largest_id: int  # the largest token or label, which the embedding of a model must have
     # (lower bound, rows) of ranges of lengths; a range ends where the next one begins, at twice its lower bound
     histogram: tuple[tuple[int, int], ...]
     packed_rows: int | None = None  # rows that these were packed into; None = they were not packed
@@ -40,7 +40,10 @@ class TextSummary:
         lengths = rows.lengths
         trained = int(np.count_nonzero(rows.flat["labels"] != IGNORED))
         longest = int(lengths.max()) if len(lengths) else 0
-        largest = int(rows.flat["input_ids"].max()) if len(rows.flat["input_ids"]) else 0
+        largest = max(
+            (int(rows.flat[name].max()) for name in ("input_ids", "labels") if rows.flat[name].size),
+            default=0,
+        )
         counts = cls.histogram_of(lengths)
         numbers = np.delete(np.arange(len(rows) + len(dropped)), dropped)
         prompt, prompt_row = _longest_prompt(rows)

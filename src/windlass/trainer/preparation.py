@@ -138,7 +138,9 @@ def begin_call(
         overridden = replaced(trainer, *WATCHED)
         check_call_alike(trainer, session.all_ranks, call, overridden, resume)
         names = trainer.label_names
-        services.faults.begin(trainer.model, names, settings.of_script, trainer.train_dataset)
+        # The losses of Windlass's own trainers have the labels of their models.
+        own_loss = settings.function is not None or bool(replaced(trainer, "compute_loss"))
+        services.faults.begin(trainer.model, names, own_loss, trainer.train_dataset)
         if stage == "train" and settings.default_step and not settings.of_script:
             sets = given_datasets(trainer.train_dataset, trainer.eval_dataset, overridden)
             check_columns(sets, trainer.data_collator, trainer.model, names)
