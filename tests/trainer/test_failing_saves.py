@@ -185,16 +185,16 @@ def test_an_error_of_one_rank_is_one_of_all(folder: Path) -> None:
 
 
 @pytest.mark.dist
-def test_all_ranks_get_the_error_of_a_model_that_one_cannot_write(tmp_path: Path) -> None:
+def test_the_main_process_saves_a_replicated_model_without_the_others(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way of a folder")
-    found = on_ranks(2, save_in_vain, str(tmp_path))
-    overridden = [one.pop("override") for one in found]
-    assert overridden[0] == ["KeyError", "'of the script'"], "the script's own error, with its traceback"
-    assert overridden[1] == ["CheckpointError", "rank 0: KeyError: 'of the script'"]
-    assert found[0] == found[1]
-    kind, text = found[0]["trainer"]
+    main, other = on_ranks(2, save_on_main_alone, str(tmp_path))
+    assert other == {}
+    assert main["override"] == ["KeyError", "'of the script'"], "the script's own error, with its traceback"
+    kind, text = main["trainer"]
     assert (kind, str(tmp_path / "file") in text) == ("CheckpointError", True)
     assert text.endswith("choose another place, or make room and permission")
+    assert main["saved"] == ["none", ""]
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -270,14 +270,17 @@ class SavesBadly(Trainer):
         raise KeyError("of the script")
 
 
-def save_in_vain(folder: str) -> dict[str, list[str]]:
+def save_on_main_alone(folder: str) -> dict[str, list[str]]:
     args, place = arguments(Path(folder, "run")), str(Path(folder, "file", "model"))
     trainer = Trainer(Net(), args, train_dataset=rows(8))
     badly = SavesBadly(Net(), args, train_dataset=rows(8))
-    found = {
-        "trainer": _error_of(lambda: trainer.save_model(place)),
-        "override": _error_of(lambda: badly.save_model(place)),
-    }
+    found = {}
+    if trainer.is_world_process_zero():
+        found = {
+            "trainer": _error_of(lambda: trainer.save_model(place)),
+            "override": _error_of(lambda: badly.save_model(place)),
+            "saved": _error_of(lambda: trainer.save_model(str(Path(folder, "model")))),
+        }
     assert current().gather_objects(current().rank) == [0, 1], "the ranks are in step"
     return found
 

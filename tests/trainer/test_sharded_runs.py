@@ -176,6 +176,9 @@ def after_training(folder: Path) -> dict[str, Any]:
     assert all(is_sharded(p) for p in trainer.model.parameters()), "freed after an evaluation"
     trainer.train()
     trainer.save_model()
+    (folder / "file").write_text("in the way of a folder")
+    with pytest.raises(CheckpointError, match="choose another place"):
+        trainer.save_model(str(folder / "file" / "model"))
     predicted = trainer.predict(data[:3])
     streamed = trainer.evaluate(iter_of(data[:5]))
     return {

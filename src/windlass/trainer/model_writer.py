@@ -156,7 +156,8 @@ class ModelWriter:
 def save_final(
     place: str, files: ModelWriter, save: Callable[..., None], all_ranks: Gang, writes: bool
 ) -> None:
-    """Write a model to a folder or a URL. Collective. Raises as `together` does, if it cannot be written.
+    """Write a model to a folder or a URL. Collective if ranks hold parts of the model, and then raises as
+    `together` does if it cannot be written; else a rank that does not write returns at once, and need not call this.
 
     Args:
         save: `Trainer._save`: writes it into a folder; gets the gathered weights if there are any.
@@ -176,7 +177,10 @@ def save_final(
             fix = "choose another place, or make room and permission"
             raise CheckpointError(f"the model cannot be written to {place} ({error}): {fix}") from error
 
-    together(all_ranks, write)
+    if state is None:
+        write()
+    else:
+        together(all_ranks, write)
 
 
 def _saved_by(tokenizer: Any, target: Path) -> dict[str, bytes]:

@@ -64,10 +64,10 @@ def push(publisher: Publisher, folder: Path, message: str) -> Future[str]:
     return publisher.push({name: folder / name for name in names}, message, folder)
 
 
-def model_saved(args: TrainingArguments, handler: CallbackHandler, folder: Path, all_ranks: Gang) -> None:
-    """Start to upload the model that a script saved, if the run publishes. Collective, as `on_main`."""
+def model_saved(args: TrainingArguments, handler: CallbackHandler, folder: Path) -> None:
+    """Start to upload the model that a script saved, if the run publishes. On the main process."""
     if args.push_to_hub:
-        on_main(all_ranks, lambda: push(publisher(args, handler, folder), folder, "Model save"))
+        push(publisher(args, handler, folder), folder, "Model save")
 
 
 def on_main(all_ranks: Gang, work: Callable[[], T]) -> T | None:

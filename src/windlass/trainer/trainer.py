@@ -1049,13 +1049,16 @@ class Trainer:
         process, and with `save_on_each_node` on one of each machine that has a disk of its own; with `push_to_hub` also
         upload it.
 
+        Collective if the model is sharded, or with `save_on_each_node`; else the main process may call it alone, and
+        others do not wait for it.
+
         Args:
             output_dir: a folder or a URL; the run's output folder by default.
             _internal_call: do not upload. A call with `output_dir` does not upload either.
 
         Raises:
-            CheckpointError: it cannot be written; on all processes. What else an override raises stays what it is on
-                the process that raised it.
+            CheckpointError: it cannot be written; of a sharded model on all processes. What else an override raises
+                stays what it is on the process that raised it.
         """
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
         all_ranks, writes = self._session.all_ranks, self.is_world_process_zero()
@@ -1066,8 +1069,8 @@ class Trainer:
             )
         with self._services.evaluator.averaged_weights():
             model_writer.save_final(place, self._model_writer, self._save, all_ranks, writes)
-        if not (_internal_call or output_dir):
-            publishing.model_saved(self.args, self.callback_handler, self.output_folder, all_ranks)
+        if self.is_world_process_zero() and not (_internal_call or output_dir):
+            publishing.model_saved(self.args, self.callback_handler, self.output_folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.
