@@ -110,6 +110,14 @@ def test_what_is_wrong_is_said_all_at_once() -> None:
             monitor_interval=0,
         )
     assert len(caught.value.problems) == 6
+    with pytest.raises(ConfigError) as mistyped:
+        notebook_launcher("train", 5, num_processes="2", node_rank=None, num_nodes=2)  # type: ignore[arg-type]
+    assert [one.field for one in mistyped.value.problems] == [
+        "function",
+        "args",
+        "num_processes",
+        "node_rank",
+    ]
     assert "must be one of no, bf16, fp16, fp8" in str(caught.value)
 
 

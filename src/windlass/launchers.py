@@ -14,6 +14,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,7 +83,7 @@ def notebook_launcher(
     settings = _settings(
         mixed_precision=mixed_precision, max_restarts=max_restarts, monitor_interval=monitor_interval
     )
-    refuse([*settings.problems, *_machine_problems(count, node_rank, num_nodes, rdzv_backend)])
+    refuse([*settings.problems, *_problems(function, args, count, node_rank, num_nodes, rdzv_backend)])
     if count * num_nodes == 1:
         with _in_environment(settings):
             function(*args)
@@ -105,7 +106,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """Run `function(*args)` in several processes on the CPU, for a trial. Raises ConfigError if the function uses a
     value that cannot be sent to new processes, and RuntimeError if a process failed, with the traceback of the first.
     """
-    refuse(_machine_problems(num_processes, 0, 1, "c10d"))
+    refuse(_problems(function, args, num_processes, 0, 1, "c10d"))
     settings = Settings()
     settings.record(KEYS["cpu"], True, "debug_launcher", "flag", implicit=False)
     _launch(_Call(function, args, settings, threads=1), num_processes, _alone(), max_restarts=0)
@@ -146,12 +147,18 @@ def _in_environment(settings: Settings) -> Iterator[None]:
         yield
 
 
-def _machine_problems(count: int, node_rank: int, num_nodes: int, backend: str) -> Iterator[Problem]:
-    if count < 1:
-        yield Problem("num_processes", count, "must be 1 or more")
-    if num_nodes < 1:
-        yield Problem("num_nodes", num_nodes, "must be 1 or more")
-    elif not 0 <= node_rank < num_nodes:
+def _problems(
+    function: object, args: object, count: int, node_rank: int, num_nodes: int, backend: str
+) -> Iterator[Problem]:
+    if not callable(function):
+        yield Problem("function", function, "must be a function: its name, without a call")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        yield Problem("args", args, "must be a tuple of the function's arguments; of one: (argument,)")
+    if not isinstance(count, Integral) or count < 1:
+        yield Problem("num_processes", count, "must be a whole number, 1 or more")
+    if not isinstance(num_nodes, Integral) or num_nodes < 1:
+        yield Problem("num_nodes", num_nodes, "must be a whole number, 1 or more")
+    elif not isinstance(node_rank, Integral) or not 0 <= node_rank < num_nodes:
         yield Problem("node_rank", node_rank, f"must lie in 0..{num_nodes - 1} for num_nodes={num_nodes}")
     if backend not in ("static", "c10d"):
         yield Problem("rdzv_backend", backend, "must be static or c10d")

@@ -140,7 +140,10 @@ def test_warns_when_the_best_model_will_not_be_loaded(make_args: Any, log_lines:
     [
         {"early_stopping_patience": 0},
         {"early_stopping_patience": math.nan},
+        {"early_stopping_patience": "3"},
+        {"early_stopping_patience": None},
         {"early_stopping_threshold": -0.1},
+        {"early_stopping_threshold": "0.1"},
     ],
 )
 def test_absurd_arguments_are_refused(bad: dict[str, Any]) -> None:

@@ -246,6 +246,22 @@ def test_resuming_without_a_file_starts_one(tmp_path: Path) -> None:
     assert [row["step"] for row in without_timing(tmp_path)] == [3, 3]
 
 
+def test_a_resumed_run_names_the_rows_that_were_lost(tmp_path: Path, log_lines: Any) -> None:
+    train(tmp_path, 6, end=False)
+    history = [{"loss": 1 / step, "step": step} for step in range(1, 6)]
+    state = TrainerState(global_step=5, log_history=[*history, {"note": "of a script"}])
+    MetricsLogCallback(tmp_path).on_train_begin(None, state, TrainerControl())
+    assert "lacks the rows" not in log_lines.text
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        "".join(line for line in path.read_text().splitlines(True) if json.loads(line)["step"] in (1, 5))
+    )
+    MetricsLogCallback(tmp_path).on_train_begin(None, state, TrainerControl())
+    assert (
+        "metrics.jsonl lacks the rows of 3 steps that this run has logged, from step 2 to 4" in log_lines.text
+    )
+
+
 def test_a_file_that_cannot_be_cut_back_when_a_run_resumes_is_cut_back_later(
     tmp_path: Path, log_lines: Any
 ) -> None:

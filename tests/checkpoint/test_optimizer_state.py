@@ -194,11 +194,12 @@ def test_the_state_of_another_kind_of_optimizer_is_refused_and_one_of_the_same_o
     model = model_of()
     step(model, optimizer := torch.optim.AdamW(model.parameters(), lr=0.01), 0)
     state = save_optimizer_state(optimizer, model)
-    # Of another class the first would end in the next update, and the second would start its momentum again.
-    for live in (torch.optim.Adafactor(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)):
-        with pytest.raises(
-            CheckpointError, match=r"state is one of AdamW, and this optimizer is (Adafactor|SGD)"
-        ):
+    # Of another class the first would end in the next update, the second would start its momentum again, and the third
+    # would be an AdamW.
+    for kind in (torch.optim.Adafactor, torch.optim.SGD, torch.optim.Adam):
+        live = kind(model.parameters(), lr=0.1)
+        said = rf"optim: this run's optimizer is {kind.__name__}, and the checkpoint's is AdamW, with other options"
+        with pytest.raises(CheckpointError, match=said):
             load_optimizer_state(live, model, state)
         assert not live.state
     load_optimizer_state(Renamed(model.parameters()), model, state)

@@ -226,6 +226,11 @@ def test_dry_run_generates_what_the_run_writes_at_its_end(
     out = windlass("train", "translate.yaml", "--dry-run", "--json", "data.test=train.tsv")
     assert json.loads(out)["checked"]["predictions"]
     assert predicted == [16]  # two batches
+    # Without a metric the run measures the loss of the test data.
+    monkeypatch.setattr(Trainer, "evaluate", lambda trainer, rows, *_: predicted.append(len(rows)))
+    out = windlass("train", "translate.yaml", "--dry-run", "--json", "data.test=train.tsv", "metric=null")
+    assert json.loads(out)["checked"]["predictions"]
+    assert predicted == [16, 3, 16]  # of the evaluation data, and of the test data
 
 
 @pytest.mark.parametrize(

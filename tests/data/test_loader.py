@@ -7,7 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.data.cases import Augmented, Numbers, SometimesAugmented, as_list, epoch_over_ranks, train_loader
+from tests.data.cases import (
+    Augmented,
+    Numbers,
+    SometimesAugmented,
+    Stream,
+    as_list,
+    epoch_over_ranks,
+    train_loader,
+)
 
 from windlass.core.errors import DataError
 
@@ -247,6 +255,15 @@ def test_a_changed_dataset_or_seed_is_said(said: pytest.LogCaptureFixture) -> No
     loader.load_state_dict({"seed": 1, "epoch": 0, "consumed": 4, "length": 12})
     assert "seed 1, not with 42" in said.text
     assert "has 10 samples, and had 12" in said.text
+    loader, position = train_loader(Numbers(10), 2), {"seed": 42, "epoch": 0, "consumed": 4}
+    for state in (position, position | {"length": 10}, position | {"length": None, "consumed": 0}):
+        said.clear()
+        loader.load_state_dict(state)
+        assert not said.text
+    loader.load_state_dict({**position, "length": None})
+    assert "is rows with numbers, and was a stream when the checkpoint was written" in said.text
+    train_loader(Stream(Numbers(10)), 2).load_state_dict({**position, "length": 10})
+    assert "is a stream, and was rows with numbers" in said.text
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ def test_processes_in_different_calls_learn_of_it_at_once() -> None:
         for rank, call in enumerate(calls):
             place = rf"Accelerator\.{call} at test_same_call\.py:\d+ on rank {rank}"
             assert re.search(place, said)
+        assert said.endswith("made by all of them: not under `if accelerator.is_main_process:`.")
+        assert "setting" not in said
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,9 +49,14 @@ def test_only_folders_of_killed_processes_are_stale(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     ours = StagedFiles(tmp_path)
     assert ours.path.is_dir()
-    assert len(list((tmp_path / STAGING).iterdir())) == 2
+    # Of a process that was killed before it locked the folder, and of one that is about to.
+    early, now = (tmp_path / STAGING / name for name in ("new-1", "new-2"))
+    early.mkdir()
+    now.mkdir()
+    os.utime(early, (0, 0))
+    assert len(list((tmp_path / STAGING).iterdir())) == 4
     remove_stale(tmp_path)
-    assert list((tmp_path / STAGING).iterdir()) == [ours.path]
+    assert sorted((tmp_path / STAGING).iterdir()) == [now, ours.path]
     ours.remove()
 
 

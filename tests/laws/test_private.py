@@ -51,6 +51,7 @@ THIRD_PARTY = {
         _AUTOGRAD,
     ),
     "_step_count": "PyTorch's schedules count their steps there, and do not publish them",
+    "_schedulers": "PyTorch's schedules of several others keep these there, and do not publish them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups"), _SHARDED),
     **dict.fromkeys(("_lazy_init", "_unsharded_param"), _SHARDED),

@@ -13,6 +13,7 @@ import torch
 from tests.optim.helpers import parameters
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
     CyclicLR,
     LambdaLR,
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 from torch.optim.swa_utils import SWALR
 
@@ -124,7 +126,23 @@ def test_the_state_of_another_kind_of_schedule_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
     by_update = FactorSchedule(optimizer, lambda step: 1 / (step + 1))
     by_metric = UserSchedule(ReduceLROnPlateau(optimizer))
-    for live, saved in ((by_update, by_metric), (by_metric, by_update)):
-        with pytest.raises(ValueError, match="continue with the schedule that it was saved with"):
+    by_count, by_list = (UserSchedule(made) for made in (StepLR(optimizer, 2), MultiStepLR(optimizer, [2])))
+    nested = [
+        UserSchedule(SequentialLR(optimizer, [made(optimizer), StepLR(optimizer, 2)], [2]))
+        for made in (LinearLR, ConstantLR)
+    ]
+    pairs = [
+        (by_update, by_metric),
+        (by_metric, by_update),
+        (by_count, by_list),
+        (by_metric, by_list),
+        nested,
+    ]
+    for live, saved in pairs:
+        with pytest.raises(ValueError, match="continue with the schedule that it was saved with") as error:
             live.load_state_dict(saved.state_dict())
+    assert (
+        "SequentialLR of ConstantLR and StepLR, and the schedule of this run is SequentialLR of LinearLR"
+        in str(error.value)
+    )
     by_metric.observe(1.0)

@@ -47,6 +47,21 @@ def test_best_fit_is_that_of_the_definition(lengths: list[int], capacity: int) -
     assert rows == _one_by_one(lengths, capacity)
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"seq_length": "8"},
+        {"seq_length": 8.0},
+        {"map_kwargs": 3},
+        {"dataset": None},
+        {"dataset": "rows.jsonl"},
+    ],
+)
+def test_arguments_of_another_type_are_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        pack_dataset(**{"dataset": _rows([2]), "seq_length": 8, **bad})
+
+
 def test_lengths_beyond_a_row_are_refused() -> None:
     with pytest.raises(ValueError, match="from 1 to 8"):
         best_fit_decreasing([3, 9], 8)

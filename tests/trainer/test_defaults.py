@@ -13,6 +13,7 @@ from tests.trainer.small import arguments
 
 from windlass import Trainer
 from windlass.core.errors import ConfigError
+from windlass.trainer.run_folder import check_writable
 
 
 class OwnOptimizer(Trainer):
@@ -27,6 +28,13 @@ def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path
     assert said[0] == said[1]
     assert "output_dir=" in said[0]
     assert "can't be written" in said[0]
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=rf"it is a link to {tmp_path / 'gone'}, which is not there"):
+        check_writable(str(link), str(link))
 
 
 def test_objects_beside_the_same_section_of_deepspeeds_configuration_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 from windlass.callbacks.rows import Logs
@@ -38,11 +39,14 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def __init__(
         self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0
     ) -> None:
-        if not early_stopping_patience >= 1:  # NaN too, with which a run would never stop
+        patience: object = early_stopping_patience
+        # NaN too, with which a run would never stop
+        if not (isinstance(patience, Real) and early_stopping_patience >= 1):
             fix = "give the number of evaluations, 1 or more"
             raise ConfigError(Problem("early_stopping_patience", early_stopping_patience, fix))
         threshold = early_stopping_threshold or 0.0
-        if not threshold >= 0.0:
+        given: object = threshold
+        if not (isinstance(given, Real) and threshold >= 0.0):
             raise ConfigError(Problem("early_stopping_threshold", threshold, "give 0 or a positive number"))
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = threshold

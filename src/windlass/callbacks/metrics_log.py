@@ -78,6 +78,7 @@ class MetricsLogCallback(RowCallback):
         self._began = Moment()
         self._alerts.saved()
         self._file.begin(state.global_step)
+        self._warn_of_lost_rows(state)
         self._alerts.begin(partial(self._reported, state.global_step))
 
     def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
@@ -90,6 +91,19 @@ class MetricsLogCallback(RowCallback):
         self._drop_waiting(state)
         self._file.roll_back(state.global_step)
         self._alerts.begin(partial(self._reported, state.global_step))
+
+    def _warn_of_lost_rows(self, state: TrainerState) -> None:
+        """Name the steps that a resumed run has logged, and of which the file has no row."""
+        written = {row["step"] for row in self._reported(state.global_step)} if state.global_step else set()
+        # A script may have added any rows to the history.
+        logged = [row.get("step") for row in state.log_history if state.global_step]
+        lost = sorted({step for step in logged if type(step) is int} - written)
+        if lost:
+            message = (
+                "%s lacks the rows of %d steps that this run has logged, from step %d to %d: they were removed, or "
+                "lost with a disk, or the run began in another folder. log_history of the checkpoint has their metrics"
+            )
+            logger.warning(message, self.path, len(lost), lost[0], lost[-1])
 
     def _reported(self, step: int) -> list[Row]:
         """The rows of this run up to `step`; the file may still have later ones, if it could not be changed."""

@@ -30,6 +30,7 @@ from windlass.dist.sharded import (
 )
 
 _CLASS = "class"
+_DECOUPLED = "decoupled_weight_decay"
 # Options that schedules add to those of an optimizer.
 _OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 # Options of the implementation, which do not change results: the present ones are kept.
@@ -309,10 +310,16 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: State, options: Sequenc
         return
     present = {key for group in optimizer.param_groups for key in group} - {"params", "param_names"}
     differing = ({key for group in options for key in group} ^ present) - IMPLEMENTATION - _OF_SCHEDULES
+    # The only option that tells an Adam from an AdamW.
+    if any(
+        g.get(_DECOUPLED) != o.get(_DECOUPLED) for g, o in zip(optimizer.param_groups, options, strict=True)
+    ):
+        differing.add(_DECOUPLED)
     if differing:
         raise CheckpointError(
-            f"the optimizer state is one of {saved}, and this optimizer is {live}, which has other options "
-            f"({shorten(sorted(differing))}): continue with {saved}, or start a new run from the checkpoint's weights"
+            f"optim: this run's optimizer is {live}, and the checkpoint's is {saved}, with other options "
+            f"({shorten(sorted(differing))}): set optim to the one that the checkpoint was saved with, or let the "
+            f"script pass such an optimizer, or start a new run from the checkpoint's weights"
         )
 
 

@@ -125,9 +125,11 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
     if trainer.state.global_step < min(STEPS, steps):
         raise KeyboardInterrupt
     evaluation = _timed(trainer.evaluate, parts.evaluation, small)
-    # With a metric of generated text, `windlass train` writes what the final weights generate.
-    predicted = None if recipe.metric is None else generated_set(trainer, parts)[0]
-    predictions = _timed(trainer.predict, predicted, small)
+    # At the end `windlass train` measures the test data, or with a metric of generated text writes what is generated.
+    if recipe.metric is None:
+        predictions = _timed(trainer.evaluate, parts.test, small)
+    else:
+        predictions = _timed(trainer.predict, generated_set(trainer, parts)[0], small)
     checkpoint = Path(folder) / f"checkpoint-{trainer.state.global_step}"
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     if not small.save_only_model:

@@ -72,20 +72,25 @@ class ConfigError(WindlassError, ValueError):
 class RankMismatchError(WindlassError, ValueError):
     """Settings, objects or calls that must be alike on every rank differ between ranks. Raised on all ranks.
 
+    Args:
+        found: the sentence before the differences.
+        fix: the sentences after them.
+
     Attributes:
         differences: one line for each field, with its values and their ranks.
     """
 
-    def __init__(self, differences: Iterable[str]) -> None:
+    def __init__(
+        self,
+        differences: Iterable[str],
+        found: str = "these differ between the ranks of the job, and must be the same on all of them",
+        fix: str = "Give every rank the same values: look for a setting that is computed from the rank, from the host "
+        "or from an environment variable that only some of them have, and for data that is drawn without a seed or "
+        "divided by the script.",
+    ) -> None:
         self.differences = list(differences)
         listed = "".join(f"\n  - {line}" for line in self.differences)
-        super().__init__(
-            f"these differ between the ranks of the job, and must be the same on all of them:{listed}\n"
-            "Give every rank the same values: look for a setting that is computed from the rank, from the host or "
-            "from an environment variable that only some of them have, and for data that is drawn without a seed or "
-            "divided by the script. A call that ranks make together is made by all of them: not under `if "
-            "accelerator.is_main_process:`."
-        )
+        super().__init__(f"{found}:{listed}\n{fix}")
 
 
 class DataError(WindlassError, ValueError):

@@ -140,11 +140,20 @@ class Loader(DealtLoader):
         super().load_state_dict(state)
 
     def _compare(self, state: State) -> None:
-        then, now = state.get("length"), self._length(self.epoch)
-        if None not in (then, now) and then != now:
+        now = self._length(self.epoch)
+        then = state.get("length", now)
+        if then == now:
+            return
+        if None not in (then, now):
             logger.warning(
                 f"the dataset has {now} samples, and had {then} when the checkpoint was written: this epoch's "
                 "order differs, so some samples of it may come twice or not at all"
+            )
+        elif state["consumed"]:
+            was, became = ("rows with numbers", "a stream") if then else ("a stream", "rows with numbers")
+            logger.warning(
+                f"the dataset is {became}, and was {was} when the checkpoint was written: their orders differ, so "
+                "some samples of this epoch may come twice or not at all"
             )
 
     def _read(self, epoch: int, start: int, update: int, private: bool) -> Iterator[DealtBatch]:

@@ -254,11 +254,11 @@ class ProcessGang(Gang):
 
     def barrier(self, call: str = "") -> None:
         with waiting("barrier"):
-            in_same_call("barrier", 0, self._host, call)
+            in_same_call("barrier", True, self._host, call)
 
     def vote(self, ok: bool) -> bool:
         with waiting("vote"):
-            return all(in_same_call("vote", int(ok), self._host))
+            return in_same_call("vote", ok, self._host)
 
 
 class Outside(Gang):

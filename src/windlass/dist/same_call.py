@@ -1,8 +1,9 @@
-"""Numbers that ranks exchange in calls of theirs, which must be the same on all of them.
+"""What ranks exchange in calls of theirs, which must be the same on all of them.
 
 A script that makes such a call on one process only (`if accelerator.is_main_process: accelerator.save_state(..)`) has
 that process exchange with others that are in another call: one would take what the other means for something else, or
-both would wait for more. So each exchange begins with what it is of, and ranks that differ in it all raise an error.
+both would wait for more. So what an exchange is of travels with its first number, and ranks that differ in it all raise
+an error.
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from windlass.core.errors import RankMismatchError
 from windlass.dist.differences import differences
 
 # Bytes of a message about a rank's call and line.
 _LONGEST = 120
-_ANY = 0
+_KINDS = ("values", "vote", "barrier")
+# Bits of the code of a call, and of one with its kind: twice the latter and an answer are one number.
+_CALL_BITS, _CODE_BITS = 29, 31
+_ANY_CALL, _CODE = (1 << _CALL_BITS) - 1, (1 << _CODE_BITS) - 1
 # Frames of these lie between the script and the package: decorators, hooks, `runpy`.
 _BETWEEN = ("<", sysconfig.get_path("stdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def in_same_call(kind: str, number: int, group: Any, call: str = "") -> list[int]:
-    """Every rank's number, in the order of ranks in `group`. Collective.
+def in_same_call(kind: str, ok: bool, group: Any, call: str = "") -> bool:
+    """True if every rank in `group` passed True. Collective: one `all_reduce` of one number.
 
     Args:
         kind: of the exchange.
@@ -40,26 +43,27 @@ def in_same_call(kind: str, number: int, group: Any, call: str = "") -> list[int
             handles an error may be in any call: it tells the others.
     """
     called, line = _call_of_script()
-    handles_error = sys.exception() is not None
-    own = torch.tensor([number, _code(kind), _ANY if handles_error else _code(call or called)])
-    answers = [answer.tolist() for answer in _gathered(own, group)]
-    kinds, calls = {answer[1] for answer in answers}, {answer[2] for answer in answers} - {_ANY}
-    if len(kinds) > 1 or len(calls) > 1:
-        text = f"{called} at {line}".encode()[:_LONGEST].ljust(_LONGEST)
-        places = _gathered(torch.frombuffer(bytearray(text), dtype=torch.uint8), group)
-        said = [{"call": bytes(place.tolist()).decode(errors="replace").strip()} for place in places]
-        raise RankMismatchError(differences(said, dist.get_process_group_ranks(group)))
-    return [answer[0] for answer in answers]
+    code = _KINDS.index(kind) << _CALL_BITS | zlib.crc32((call or called).encode()) & _ANY_CALL
+    either = 0 if sys.exception() is None else _ANY_CALL
+    # A bit that is 1 on all ranks stays 1 in the code, and one that is 0 on all of them in its complement.
+    found = torch.tensor([ok << 2 * _CODE_BITS | (code | either) << _CODE_BITS | (code ^ _CODE) | either])
+    dist.all_reduce(found, op=dist.ReduceOp.BAND, group=group)
+    answer = int(found)
+    if (answer >> _CODE_BITS | answer) & _CODE != _CODE:
+        raise _mismatch(f"{called} at {line}", group)
+    return bool(answer >> 2 * _CODE_BITS)
 
 
-def _gathered(own: Tensor, group: Any) -> list[Tensor]:
-    parts = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
-    return parts
-
-
-def _code(text: str) -> int:
-    return zlib.crc32(text.encode()) + 1
+def _mismatch(place: str, group: Any) -> RankMismatchError:
+    own = torch.frombuffer(bytearray(place.encode()[:_LONGEST].ljust(_LONGEST)), dtype=torch.uint8)
+    places = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(places, own, group=group)
+    said = [{"call": bytes(place.tolist()).decode(errors="replace").strip()} for place in places]
+    return RankMismatchError(
+        differences(said, dist.get_process_group_ranks(group)),
+        "the ranks of the job are in different calls",
+        "A call that ranks make together is made by all of them: not under `if accelerator.is_main_process:`.",
+    )
 
 
 def _call_of_script() -> tuple[str, str]:

@@ -33,6 +33,8 @@ _PLAIN = {bool, int, float, str, type(None)}
 _ARRAY_KINDS = "biufcSUMm"
 # Tensors begin at multiples of this, so that received bytes can be looked at as any dtype.
 _ALIGNMENT = 16
+# Values of up to so many bytes are sent at once, without an exchange of their lengths.
+_SHORT_BYTES = 1024
 
 
 def pack(value: Any, notes: Any = None, name: str = "value") -> Tensor:
@@ -80,10 +82,14 @@ def gather(value: Any, group: Any = None) -> list[Any]:
         failure = error
         reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         parcel = pack(None, {"error": reason})
-    # `all_gather` takes tensors of one length, so the lengths are exchanged first.
-    lengths = in_same_call("values", parcel.numel(), group)
-    received = [torch.empty(max(lengths), dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(received, torch.cat([parcel, parcel.new_zeros(max(lengths) - len(parcel))]), group=group)
+    # `all_gather` takes tensors of one length, which is asked for unless all are short.
+    longest = _SHORT_BYTES
+    if not in_same_call("values", parcel.numel() <= longest, group):
+        lengths = torch.tensor(parcel.numel())
+        dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
+        longest = int(lengths)
+    received = [torch.empty(longest, dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, torch.cat([parcel, parcel.new_zeros(longest - len(parcel))]), group=group)
     answers = [unpack(got) for got in received]
     wrong = [f"process {rank}: {notes['error']}" for rank, (_, notes) in enumerate(answers) if notes]
     if wrong:

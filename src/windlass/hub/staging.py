@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +17,8 @@ if sys.platform != "win32":
     import fcntl
 
 STAGING = ".windlass-hub"
+_UNLOCKED = "new-"
+_SURELY_LEFT = 60.0  # seconds
 
 
 class StagedFiles:
@@ -34,7 +38,7 @@ class StagedFiles:
         if self._made is None:
             (self._run / STAGING).mkdir(parents=True, exist_ok=True)
             # It is locked before it has a name by which it could be taken for that of a killed process.
-            made = Path(tempfile.mkdtemp(prefix="new-", dir=self._run / STAGING))
+            made = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=self._run / STAGING))
             self._lock = _locked(made)
             self._made = made.rename(made.with_name(f"staged-{made.name}"))
         return self._made
@@ -63,7 +67,14 @@ class StagedFiles:
 
 
 def remove_stale(run: Path) -> None:
-    """Remove the folders of processes that were killed; none where the disk has no locks."""
+    """Remove the folders of processes that were killed; none where the disk has no locks, but for those that never got
+    their name.
+    """
+    for left in (run / STAGING).glob(f"{_UNLOCKED}*"):
+        with contextlib.suppress(OSError):
+            # Another process may be about to lock it, which takes no minute.
+            if time.time() - left.stat().st_mtime > _SURELY_LEFT:
+                left.rmdir()
     for left in (run / STAGING).glob("staged-*"):
         lock = _locked(left)
         if lock is not None:

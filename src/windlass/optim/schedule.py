@@ -26,17 +26,31 @@ from windlass.optim.schedules.simple import Factor, Span
 # Torch's schedulers return all their attributes. Those that are code (functions, methods, classes) are made again by
 # the constructor and are not saved. Values that are data under another type (enumerations, dtypes, sets, paths,
 # deques) are saved as plain data, and get the type that the scheduler of the resumed run has there.
+# Beside them is the scheduler's class.
+_KIND = "windlass.class"
 
 
 def state_as_data(scheduler: Any) -> State:
-    """The scheduler's state. What is neither data nor code stays in it, and cannot be saved."""
-    state: State = _data(scheduler.state_dict())
-    return state
+    """The scheduler's state, with its class. What is neither data nor code stays in it, and cannot be saved."""
+    return {**_data(scheduler.state_dict()), _KIND: _kind_of(scheduler)}
 
 
 def load_data(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Load a result of `state_as_data`, or the scheduler's own state, into `scheduler`."""
-    scheduler.load_state_dict(_typed(scheduler.state_dict(), dict(state)))
+    """Load a result of `state_as_data`, or the scheduler's own state, into `scheduler`. Raises ValueError if it is that
+    of another class.
+    """
+    own = dict(state)
+    saved, live = own.pop(_KIND, None), _kind_of(scheduler)
+    # Torch's would take the attributes of another class for its own, and use none of them.
+    if saved not in (None, live):
+        raise _other_kind(saved, live)
+    scheduler.load_state_dict(_typed(scheduler.state_dict(), own))
+
+
+def _kind_of(scheduler: Any) -> str:
+    """The class of a scheduler, and of those in it."""
+    inner = " and ".join(map(_kind_of, getattr(scheduler, "_schedulers", ())))
+    return f"{type(scheduler).__name__}{f' of {inner}' if inner else ''}"
 
 
 def _is_code(value: Any) -> bool:
@@ -110,15 +124,14 @@ class FactorSchedule(LRScheduler):
         self._factor = factor
         self.base_lrs: list[float | torch.Tensor] = []
         self._first_lrs: list[float] = []  # `base_lrs` before a script changed them
-        # The rates of the last update, once those of the next one are in the optimizer.
-        self._used: list[Any] | None = None
-        self._used_step = self.last_epoch = 0
+        # Rates that those of the next update replaced, and of which update they are; None while one is under way.
+        self._replaced: list[Any] | None = None
+        self._replaced_step = self.last_epoch = 0
         self._tensor_lrs = False
         self._adopt_groups()
         # As the constructors of torch's schedulers do: the rate of the first update is in the optimizer from now
         # on.
         self.end_update(0)
-        self._used = None
 
     @property
     def exposed(self) -> FactorSchedule:
@@ -144,10 +157,10 @@ class FactorSchedule(LRScheduler):
         # A callback that unfreezes layers adds groups while the run goes on.
         elif len(self.optimizer.param_groups) != known:
             self.end_update(step, known)
-        self._used = None
+        self._replaced = None
 
     def end_update(self, step: int, first: int = 0, changed: Mapping[str, float] | None = None) -> None:
-        """Set the learning rates of update `step`, the next one, as the update before it has ended.
+        """Set the learning rates of update `step`, the next one. Those of the last one are reported until `set`.
 
         Args:
             first: the number of the first group that is written.
@@ -156,13 +169,13 @@ class FactorSchedule(LRScheduler):
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_lrs):
             self._adopt_groups()
-        self._used, self._used_step, self.last_epoch = [], self.last_epoch, step
+        self._replaced, self._replaced_step, self.last_epoch = [], self.last_epoch, step
         factor = self._present_factor = self._factor(step)
         for index in range(first, len(groups)):
             group, lr = groups[index], self.base_lrs[index] * factor
             if changed is not None:
                 lr = changed.get(str(index), lr)
-            self._used.append(group["lr"])
+            self._replaced.append(group["lr"])
             if self._tensor_lrs and isinstance(group["lr"], torch.Tensor):
                 # In place: a CUDA graph or a compiled step reads this very tensor.
                 group["lr"].fill_(lr)
@@ -176,10 +189,10 @@ class FactorSchedule(LRScheduler):
         """Nothing to do."""
 
     def last_lrs(self) -> list[float]:
-        """The rates of the last update, or of the one under way, which a callback may have changed."""
-        if self._used is None:
+        """The rates of the update that `set` began, under way or ended. A callback may have changed them."""
+        if self._replaced is None:
             return self._present()
-        return self.lrs(self._used_step) if self._tensor_lrs else self._used
+        return self.lrs(self._replaced_step) if self._tensor_lrs else self._replaced
 
     def _present(self) -> list[float]:
         if self._tensor_lrs:  # reading a tensor would wait for the device
@@ -199,19 +212,17 @@ class FactorSchedule(LRScheduler):
 
     def load_state_dict(self, state: State) -> None:
         if "step" not in state:
-            raise _other_kind("a scheduler of torch or of the script", "a function of the update")
+            raise _other_kind(state.get(_KIND, "a scheduler of the script"), "a function of the update")
         self._adopt_groups()
         for index, base in state.get("bases", {}).items():
             self.base_lrs[int(index)] = base
         self.end_update(int(state["step"]), changed=state.get("rates"))
-        self._used = None
 
     # The interface of torch's LRScheduler.
 
     def step(self, epoch: int | None = None) -> None:
         """Continue with the next update, or with update `epoch`."""
         self.end_update(self.last_epoch + 1 if epoch is None else epoch)
-        self._used = None
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         return list(self._present())

@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -131,8 +132,12 @@ def pack_dataset(
     """
     if strategy not in STRATEGIES:
         raise ConfigError(Problem("strategy", strategy, f"use one of {', '.join(STRATEGIES)}"))
-    if seq_length < 1:
-        raise ConfigError(Problem("seq_length", seq_length, "use at least 1"))
+    if not isinstance(seq_length, Integral) or seq_length < 1:
+        raise ConfigError(Problem("seq_length", seq_length, "use a whole number of at least 1"))
+    if not isinstance(map_kwargs, Mapping | None):
+        raise ConfigError(Problem("map_kwargs", map_kwargs, "use a map of options"))
+    if isinstance(dataset, str) or not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+        raise ConfigError(Problem("dataset", dataset, "use a dataset, or a list of mappings"))
     if hasattr(dataset, "map") and hasattr(dataset, "with_format"):
         return _packed_by_map(dataset, seq_length, strategy, map_kwargs or {})
     if map_kwargs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 from windlass.checkpoint.background import Saver
@@ -151,4 +152,7 @@ def unwritable(output_dir: str, error: OSError) -> ConfigError:
     fix = (
         f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
     )
+    # Of such a link the system says that the file exists.
+    if isinstance(error, FileExistsError) and os.path.islink(output_dir) and not os.path.exists(output_dir):
+        fix = f"it is a link to {os.readlink(output_dir)}, which is not there: remove the link, or make that folder"
     return ConfigError(Problem("output_dir", output_dir, fix))
