@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from windlass.core.errors import Problem, refuse
-from windlass.core.tensors import autocast_dtype
+from windlass.core.tensors import autocast_dtype, is_fake
 from windlass.core.types import IGNORED
 from windlass.transforms.tensor_split import TensorSplit
 
@@ -235,9 +235,12 @@ class ChunkLogits:
 
     def _check(self, classes: Tensor) -> None:
         """Raise IndexError, as `torch.nn.functional.cross_entropy` does, for a target that no rank has: its loss would
-        be that of no class. Only on a CPU: a device would make the host wait, so its batches are checked before.
+        be that of no class. Only on a CPU: a device would make the host wait, so its batches are checked before. Traced
+        tensors have no values.
         """
-        if classes.is_cpu and (wrong := classes[(classes < 0) | (classes >= self.split.size)]).numel():
+        if not classes.is_cpu or is_fake(classes):
+            return
+        if (wrong := classes[(classes < 0) | (classes >= self.split.size)]).numel():
             raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
 
     def back_through(self, logits: Tensor, gradient: Tensor) -> Tensor:
