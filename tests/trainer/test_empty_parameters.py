@@ -80,6 +80,7 @@ def train(folder: Path, strategy: str, optim: str) -> None:
         made = Trainer(Net(), args, train_dataset=rows(40))
         made.train(resume_from_checkpoint=resume)
         made.save_model(str(folder / "model"))
+        made.accelerator.wait_for_everyone()
         losses.append([row["loss"] for row in made.state.log_history if "loss" in row])
         weights.append(load_file(folder / "model" / "model.safetensors"))
     assert losses[0] == losses[1]
