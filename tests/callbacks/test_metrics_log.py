@@ -257,9 +257,7 @@ def test_a_resumed_run_names_the_rows_that_were_lost(tmp_path: Path, log_lines: 
         "".join(line for line in path.read_text().splitlines(True) if json.loads(line)["step"] in (1, 5))
     )
     MetricsLogCallback(tmp_path).on_train_begin(None, state, TrainerControl())
-    assert (
-        "metrics.jsonl lacks the rows of 3 steps that this run has logged, from step 2 to 4" in log_lines.text
-    )
+    assert "metrics.jsonl lacks the rows of steps that this run has logged (2, 3, 4)" in log_lines.text
 
 
 def test_a_file_that_cannot_be_cut_back_when_a_run_resumes_is_cut_back_later(

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import SWALR
 
 from windlass.checkpoint.codec import decode, encode
+from windlass.core.errors import CheckpointError
 from windlass.optim.schedule import FactorSchedule, UserSchedule
 
 
@@ -139,10 +140,12 @@ def test_the_state_of_another_kind_of_schedule_is_refused() -> None:
         nested,
     ]
     for live, saved in pairs:
-        with pytest.raises(ValueError, match="continue with the schedule that it was saved with") as error:
+        with pytest.raises(
+            CheckpointError, match="continue with the schedule that it was saved with"
+        ) as error:
             live.load_state_dict(saved.state_dict())
     assert (
-        "SequentialLR of ConstantLR and StepLR, and the schedule of this run is SequentialLR of LinearLR"
-        in str(error.value)
+        "lr_scheduler_type: the schedule of this run is SequentialLR of LinearLR and StepLR, and the checkpoint's is "
+        "SequentialLR of ConstantLR and StepLR" in str(error.value)
     )
     by_metric.observe(1.0)

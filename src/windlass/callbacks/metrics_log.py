@@ -21,6 +21,7 @@ from typing import Any
 from windlass.callbacks.alerts import Alerts
 from windlass.callbacks.row_file import RowFile
 from windlass.callbacks.rows import Row, RowCallback, revived
+from windlass.checkpoint.names import shorten
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control
 from windlass.core.errors import DataError
@@ -100,10 +101,10 @@ class MetricsLogCallback(RowCallback):
         lost = sorted({step for step in logged if type(step) is int} - written)
         if lost:
             message = (
-                "%s lacks the rows of %d steps that this run has logged, from step %d to %d: they were removed, or "
-                "lost with a disk, or the run began in another folder. log_history of the checkpoint has their metrics"
+                "%s lacks the rows of steps that this run has logged (%s): they were removed, or lost with a disk, or "
+                "the run began in another folder. log_history of the checkpoint has their metrics"
             )
-            logger.warning(message, self.path, len(lost), lost[0], lost[-1])
+            logger.warning(message, self.path, shorten(map(str, lost)))
 
     def _reported(self, step: int) -> list[Row]:
         """The rows of this run up to `step`; the file may still have later ones, if it could not be changed."""

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
+from windlass.core.errors import CheckpointError, ConfigError, Problem, did_you_mean, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
@@ -36,8 +36,8 @@ def state_as_data(scheduler: Any) -> State:
 
 
 def load_data(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Load a result of `state_as_data`, or the scheduler's own state, into `scheduler`. Raises ValueError if it is that
-    of another class.
+    """Load a result of `state_as_data`, or the scheduler's own state, into `scheduler`. Raises CheckpointError if
+    it is that of another class.
     """
     own = dict(state)
     saved, live = own.pop(_KIND, None), _kind_of(scheduler)
@@ -419,11 +419,11 @@ def _asks_for_metric(scheduler: Any) -> bool:
     return first is not None and first.kind not in variadic and first.default is inspect.Parameter.empty
 
 
-def _other_kind(saved: str, live: str) -> ValueError:
-    return ValueError(
-        f"it is the state of {saved}, and the schedule of this run is {live}: continue with the schedule "
-        "that it was saved with (lr_scheduler_type, or the scheduler that the script passes), or start a new run from "
-        "the checkpoint's weights"
+def _other_kind(saved: str, live: str) -> CheckpointError:
+    return CheckpointError(
+        f"lr_scheduler_type: the schedule of this run is {live}, and the checkpoint's is {saved}: continue with the "
+        "schedule that it was saved with (this argument, or the scheduler that the script passes), or start a new run "
+        "from the checkpoint's weights"
     )
 
 
