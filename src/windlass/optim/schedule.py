@@ -211,8 +211,8 @@ class FactorSchedule(LRScheduler):
         return {"step": self.last_epoch, **{name: value for name, value in changed.items() if value}}
 
     def load_state_dict(self, state: State) -> None:
-        if "step" not in state:
-            raise _other_kind(state.get(_KIND, "a scheduler of the script"), "a function of the update")
+        if _KIND in state:
+            raise _other_kind(state[_KIND], "a function of the update")
         self._adopt_groups()
         for index, base in state.get("bases", {}).items():
             self.base_lrs[int(index)] = base
