@@ -116,7 +116,7 @@ def emptied(logged: Rows) -> Rows:
 
 def edited_at_its_end(logged: Rows) -> Rows:
     logged[-1]["mine"] = 1
-    logged[-2].clear()
+    logged[-3].clear()
     return logged
 
 
