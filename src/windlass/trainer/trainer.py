@@ -1216,7 +1216,7 @@ class Trainer:
         return model
 
     def gather_function(self, tensors: Any) -> Any:
-        """`accelerator.gather_for_metrics`, under the name that copied evaluation loops call and assign to."""
+        """`accelerator.gather_for_metrics` of `tensors`; copied evaluation loops call and assign it."""
         return self.accelerator.gather_for_metrics(tensors)
 
     def _prepare_context_parallel_inputs(
