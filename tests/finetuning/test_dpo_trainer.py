@@ -105,6 +105,18 @@ def test_what_was_kept_of_a_model_with_equal_weights_is_not_used(
         assert kept.train_dataset[0]["ref_chosen_logps"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_nothing_is_kept_of_a_model_of_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code may change while its weights and its configuration do not."""
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    first, second = small.model(), small.model()
+    first.lm_head.__class__ = type("Head", (torch.nn.Linear,), {"__module__": "script"})
+    forward = second.lm_head.forward
+    second.lm_head.forward = lambda hidden: forward(hidden)
+    for model in (first, second):
+        trainer_of(tmp_path / "run", model=model, precompute_ref_log_probs=True)
+        assert not (tmp_path / "home" / "reference").exists()
+
+
 def test_log_probabilities_of_a_base_of_few_bits_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

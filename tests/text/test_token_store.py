@@ -243,10 +243,16 @@ def test_one_prepares_and_the_others_wait(tmp_path: Path) -> None:
     assert all(same(rows, found[0]) for rows in found)
 
 
+class _Whole:
+    """A pre-tokenizer written in Python, which leaves texts whole."""
+
+    def pre_tokenize(self, text: Any) -> None: ...
+
+
 def test_a_preparation_is_cached_by_all_that_decides_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets, tokenizers = pytest.importorskip("datasets"), pytest.importorskip("tokenizers")
     tokenizer = byte_tokenizer(CHATML)
     rows = [{"text": "one"}, {"text": "two"}]
 
@@ -272,6 +278,18 @@ def test_a_preparation_is_cached_by_all_that_decides_it(
     tokenizer.split_special_tokens = True  # "<eos>" is tokenized as five letters
     assert folders(rows) == 8
     tokenizer.split_special_tokens = False
+    call = tokenizer.encode
+    tokenizer.encode = lambda text, **kwargs: call(text, **kwargs)
+    assert folders([{"text": "three"}]) == 8, "code of the script's is not cached"
+    del tokenizer.encode
+    kind = type(tokenizer)
+    tokenizer.__class__ = type("Reversed", (kind,), {"__module__": "script"})
+    assert folders([{"text": "three"}]) == 8
+    tokenizer.__class__ = kind
+    splitting = tokenizer.backend_tokenizer.pre_tokenizer
+    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.PreTokenizer.custom(_Whole())
+    assert folders([{"text": "three"}]) == 8
+    tokenizer.backend_tokenizer.pre_tokenizer = splitting
     assert list(prepare_text(table, tokenizer, cache=tmp_path).dataset) == list(
         prepare_text(table, tokenizer).dataset
     )

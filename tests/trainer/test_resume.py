@@ -365,10 +365,21 @@ def test_ranks_killed_one_at_a_time(world: int, steps: list[int], folder: Path) 
     assert len({end[name]["bits"] for end in ends for name in end}) == 1, "not all ranks have the same bits"
 
 
-def test_a_path_may_be_an_object(folder: Path) -> None:
+def test_a_resume_with_nothing_left_to_train_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a checkpoint whose path is an object."""
     run(folder, Case(), max_steps=3)
-    resumed = run(folder, Case(), resume=folder / "checkpoint-2", max_steps=2)
-    assert resumed.state.global_step == 2
+    ends: list[tuple[dict[str, Any], str]] = [
+        ({"max_steps": 2}, "max_steps=2 ends this run at step 2"),
+        ({"max_steps": 1}, "max_steps=1 ends this run at step 1"),
+        ({"max_steps": -1, "num_train_epochs": 0.4}, "num_train_epochs=0.4 ends this run at step 2"),
+        ({"max_steps": 3}, ""),
+    ]
+    for changes, said in ends:
+        caplog.clear()
+        resumed = run(folder, Case(), resume=folder / "checkpoint-2", log_level="warning", **changes)
+        assert resumed.state.global_step == (2 if said else 3)
+        assert said in caplog.text
+        assert ("checkpoint-2 is at step 2: nothing is left to train" in caplog.text) is bool(said)
 
 
 def test_auto_starts_afresh_or_goes_on(folder: Path) -> None:

@@ -20,10 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from windlass import __version__
 from windlass.checkpoint.files import Files
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import home_folder
 from windlass.core.logs import get_job_logger
+from windlass.core.optional import version_of
 from windlass.dist.gang import Gang
 from windlass.finetuning.answer_log_probabilities import answer_log_probabilities
 from windlass.finetuning.peft_adapters import is_peft_model
@@ -258,6 +260,7 @@ def _read_in_forwards(model: nn.Module) -> list[str]:
 logger = get_job_logger(__name__)
 _HASH = hashlib.sha256().digest_size
 _PLACES = frozenset({"_name_or_path", "base_model_name_or_path", "transformers_version", "peft_version"})
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "torchao", "windlass")
 _MOST = 1 << 34  # bytes that are read of such a file
 
 
@@ -315,10 +318,13 @@ class ReferencePass:
         return self.all_ranks.sum(torch.from_numpy(found)).numpy()
 
 
-def model_hash(model: nn.Module) -> str:
+def model_hash(model: nn.Module) -> str | None:
     """The SHA-256 of all parameters and buffers of a model that is not divided over ranks, and of its configuration and
-    those of its adapters, in hex.
+    those of its adapters, in hex. None if it has modules of other code than that of `_LIBRARIES`: such code may change
+    while the weights do not.
     """
+    if any(_has_own_code(module) for module in model.modules()):
+        return None
     digest = hashlib.sha256(type(model).__name__.encode())
     for config in (getattr(model, "config", None), *getattr(model, "peft_config", {}).values()):
         if hasattr(config, "to_dict"):
@@ -333,6 +339,10 @@ def model_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def _has_own_code(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] not in _LIBRARIES or "forward" in vars(module)
+
+
 def _in_words(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
@@ -342,7 +352,8 @@ def _folder() -> Path:
 
 
 def _key_of(key: str, rows: PairRows) -> str:
-    digest = hashlib.sha256(json.dumps([key, rows.answers, torch.__version__]).encode())
+    versions = [version_of(name) for name in _LIBRARIES[:-1]]
+    digest = hashlib.sha256(json.dumps([key, rows.answers, __version__, *versions]).encode())
     for values in (rows.rows.flat["input_ids"], rows.lengths, rows.kept):
         digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()[:32]

@@ -148,7 +148,7 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
         choice, self._key = self._choice, None if own_collator else self._settings_key()
         if self._engine.dist.pipeline is not None:
             refuse(self.args.stage_problems())
-        self._source_hash = self._hash_of(choice.source) if self.args.precompute_ref_log_probs else ""
+        self._source_hash = self._hash_of(choice.source) if self.args.precompute_ref_log_probs else None
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._divide_in_stages()
         self._reference = choice.prepared(self.accelerator, self._in_stages, sharded=divided)
@@ -167,10 +167,11 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
         spread_in_stages(model, self._engine, self._session)
         return staged_of(model) is not None
 
-    def _hash_of(self, source: nn.Module) -> str:
+    def _hash_of(self, source: nn.Module) -> str | None:
         """That of the main process, whose weights all get."""
-        own = model_hash(source) if self.is_world_process_zero() else ""
-        return str(self._session.all_ranks.broadcast_object(own))
+        own = model_hash(source) if self.is_world_process_zero() else None
+        found: str | None = self._session.all_ranks.broadcast_object(own)
+        return found
 
     def _settings_key(self) -> str:
         args = self.args
@@ -199,7 +200,7 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
         if set(self.REFERENCE_COLUMNS) <= set(rows.numbers):
             return rows
         key = None
-        if self._key is not None:
+        if self._key is not None and self._source_hash is not None:
             key = hashlib.sha256(f"{self._key} {self._source_hash} {batch_size}".encode()).hexdigest()
         compute: Callable[[Any], Tensor] = self._reference_sums
         return ReferencePass(

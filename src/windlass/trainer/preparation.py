@@ -54,6 +54,7 @@ from windlass.trainer.resuming import (
     resumed_progress,
     saved_position,
     saved_update_size,
+    warn_if_complete,
     warn_of_changed_arguments,
 )
 from windlass.trainer.run import Run
@@ -205,6 +206,8 @@ def prepare_run(
     )  # fmt: skip
     warn_of_spare_devices(session.world, session.device)
     report_proof(args, hooks.model, session.all_ranks, plan.dist)
+    if checkpoint is not None:
+        warn_if_complete(checkpoint, plan.duration.steps, args)
     if checkpoint is not None and not isinstance(checkpoint, ForeignCheckpoint) and session.world.is_main:
         warn_of_changed_arguments(checkpoint, args.to_dict(), built.schedule.counts_steps)
     return run, files, checkpoint, place

@@ -13,6 +13,7 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.opening import open_on_all, store_of_checkpoint
+from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import UpdateSize
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url
@@ -128,6 +129,24 @@ def resumed_progress(
             # The epoch is counted once its end was handled.
             return Progress(checkpoint.step, (loop["epoch"] + bool(loop["data_spent"])) * per_epoch)
         return Progress(checkpoint.step, (position["epoch"] + 1) * per_epoch - left)
+
+
+def warn_if_complete(checkpoint: Checkpoint, steps: int, args: TrainingArguments) -> None:
+    """Warn if a run that ends at update `steps` has nothing left to train after a checkpoint."""
+    if checkpoint.step < steps:
+        return
+    by_steps = args.max_steps > 0
+    name, end = ("max_steps", args.max_steps) if by_steps else ("num_train_epochs", args.num_train_epochs)
+    logger.warning(
+        "%s=%s ends this run at step %d, and %s is at step %d: nothing is left to train, and train() makes no update. "
+        "To train on, raise %s; to train from the beginning, leave resume_from_checkpoint out",
+        name,
+        end,
+        steps,
+        checkpoint.folder,
+        checkpoint.step,
+        name,
+    )
 
 
 def warn_of_changed_arguments(
