@@ -324,6 +324,7 @@ def test_a_compiled_model_gives_its_exact_forward_back(compiled_first: bool) -> 
     else:
         prepared = torch.compile(accelerator.prepare(model), backend="eager")
     assert not torch.equal(prepared(x), want)
+    assert list(accelerator.get_state_dict(prepared)) == ["weight", "bias"]
     found = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False, keep_torch_compile=False)
     assert found is model
     assert torch.equal(found(x), want)

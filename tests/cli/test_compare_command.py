@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from windlass.cli import compare_command
+from windlass.cli.compare_command import _times
 from windlass.cli.main import main
 
 LOOP = """
@@ -213,3 +214,16 @@ def test_wrong_input_is_answered_before_anything_runs(
     script.write_text("")
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_times_are_written_in_the_unit_of_the_shorter_one() -> None:
+    found = [
+        _times("t", *times) for times in ((2.0, 1.5), (2.0, 0.5), (0.004, 0.002), (0.004, 3e-4), (1e-7, 2e-7))
+    ]
+    assert found == [
+        ("t, s", "2", "1.5", "x 0.75"),
+        ("t, ms", "2e+03", "500", "x 0.25"),
+        ("t, ms", "4", "2", "x 0.50"),
+        ("t, us", "4e+03", "300", "x 0.07"),
+        ("t, us", "0.1", "0.2", "x 2.00"),
+    ]

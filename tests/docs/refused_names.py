@@ -36,7 +36,7 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "Trainer": {
         SEARCH: ("compute_objective", "hp_name", "hp_search_backend", "hp_space", "objective"),
         NEFTUNE: ("neftune_hook_handle", "neftune_noise_alpha"),
-        INSIDE: ("gather_function", "model_preparation_time", "push_in_progress"),
+        INSIDE: ("model_preparation_time", "push_in_progress"),
     },
     "TrainingArguments": {
         INSIDE: ("default_optim", "fsdp_plugin_args", "is_torch_greater_or_equal_than_2_8"),

@@ -81,7 +81,9 @@ def test_images_and_rows_without_numbers_are_refused(tmp_path: Path) -> None:
     for datasets in ((images, None), (small.texts(3), images)):
         with pytest.raises(ConfigError, match=r"the dataset has images, which need a processor"):
             trainer_of(tmp_path, datasets[0], eval_dataset=datasets[1])
-    with pytest.raises(DataError, match="rows of a generator have no numbers"):
+    with pytest.raises(DataError, match="the b dataset: the dataset has no rows"):
+        trainer_of(tmp_path, small.texts(3), eval_dataset={"a": small.texts(3), "b": []})
+    with pytest.raises(DataError, match="the train dataset: rows of a generator have no numbers"):
         trainer_of(tmp_path, (row for row in small.texts(3)))
 
 

@@ -32,7 +32,11 @@ BACKENDS = [
 
 
 def trials_in(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / FILE_NAME).read_text())["trials"]
+    """The trials of a study, without the speed of their last evaluations."""
+    trials = json.loads((folder / FILE_NAME).read_text())["trials"]
+    for trial in trials:
+        trial["metrics"] = {name: value for name, value in trial["metrics"].items() if name == "eval_loss"}
+    return trials
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -243,6 +247,13 @@ def test_a_changed_space_is_refused(tmp_path: Path) -> None:
     trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=1, backend="random")
     with pytest.raises(ConfigError, match=r"chooses other values for trial 0 than .*search\.json"):
         trainer_of(tmp_path).hyperparameter_search({"learning_rate": [0.3]}, n_trials=2, backend="random")
+
+
+def test_another_objective_is_refused(tmp_path: Path) -> None:
+    trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=1, backend="random")
+    other = {"compute_objective": lambda metrics: -metrics["eval_loss"]}
+    with pytest.raises(ConfigError, match=r"compute_objective=.*metrics of trial 0 another objective than"):
+        trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=1, backend="random", **other)
 
 
 def test_a_search_with_tuples_is_continued(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_ends_of_rows_may_be_kept() -> None:
         ([{"input_ids": [[1, 2]]}], {}, "row 0: input_ids must be a list of whole numbers"),
         ([{"input_ids": [1.5, 2.0]}], {}, "row 0: input_ids must be a list of whole numbers"),
         ([{"input_ids": [1, -5]}], {}, "row 0: input_ids holds -5; tokens are numbered from 0"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 2**31]}], {}, "row 1: input_ids holds 2147483648; prepared numbers"),
+        ([{"input_ids": [1, 2], "labels": [-100, 2**62]}], {}, "row 0: labels holds 4611686018427387904; prepared"),
         ([{"input_ids": [1, 2], "labels": [-100, -5]}], {}, "row 0: labels holds -5; tokens are numbered from 0, and"),
         ([{"text": ""}, {"text": ""}], {}, "none of the 2 rows has a token to train on after its first one"),
         ([{"text": "a"}, {"text": "abcdefghi"}], {"max_length": 4, "truncation_mode": "error", "packing": "bfd"},

@@ -117,7 +117,7 @@ def test_an_empty_set_is_a_warning_and_gives_metrics_without_a_loss(tmp_path: Pa
     assert "eval_runtime" in metrics
     assert not {"eval_loss", "eval_accuracy"} & metrics.keys()
     assert predicted.predictions is None
-    assert "the evaluation data is empty" in caplog.text
+    assert "the evaluation data is empty: no loss and no metrics eval_*" in caplog.text
     with pytest.raises(DataError, match="empty"):
         Trainer(Net(), arguments(tmp_path), train_dataset=[]).train()
 

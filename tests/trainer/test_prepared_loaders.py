@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from windlass import Trainer
 from windlass.config.loop_options import DataLoaderConfiguration
+from windlass.core.types import EvalLoopOutput
 from windlass.data.prepare_loader import prepare_loader
 from windlass.dist.gang import current
 
@@ -83,6 +84,17 @@ def test_an_evaluation_counts_every_sample_once(one: dict[str, Any], two: list[d
 
 
 @pytest.mark.dist
+def test_a_scripts_own_evaluation_loop_may_gather_after_each_batch(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    for rank in two:
+        for kind, (indices, mean, active) in rank["own loop"].items():
+            assert (indices if kind != "parts" else sorted(indices)) == [*range(EVALUATED)], kind
+            assert mean == pytest.approx(one["own loop"]["map"][1], rel=1e-12), kind
+            assert not active, kind
+
+
+@pytest.mark.dist
 def test_an_evaluation_that_fails_on_one_rank_ends_on_all(two: list[dict[str, Any]]) -> None:
     others, failing = (rank["failed"] for rank in two)
     assert failing == [["OSError", "bad batch"]] * 8
@@ -103,11 +115,14 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 class Stream(IterableDataset[Any]):
+    def __init__(self, count: int = TRAINED) -> None:
+        self.count = count
+
     def __iter__(self) -> Any:
-        return iter(rows(TRAINED))
+        return iter(rows(self.count))
 
     def __len__(self) -> int:
-        return TRAINED
+        return self.count
 
 
 class OwnPart(IterableDataset[Any]):
@@ -203,6 +218,33 @@ def evaluated_in_parts(folder: Path) -> dict[str, Any]:
     }
 
 
+class OwnLoop(Trainer):
+    """Evaluates as scripts do that were written for accelerate."""
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        gather, losses, seen = self.accelerator.gather_for_metrics, [], []
+        for batch in dataloader:
+            loss, _, _ = self.prediction_step(self.model, {k: batch[k] for k in ("x", "labels")}, True)
+            losses.append(gather(loss.repeat(self.args.eval_batch_size)))
+            seen.append(gather(batch["index"]))
+        metrics = {"eval_seen": torch.cat(seen).tolist(), "eval_mean": float(torch.cat(losses).mean())}
+        return EvalLoopOutput(None, None, metrics, len(metrics["eval_seen"]))
+
+
+def own_loops(folder: Path) -> dict[str, list[Any]]:
+    """The rows that such a loop gathers, the mean of their losses, and if a loader is still active after it."""
+    found = {}
+    for kind, data in {"map": rows(EVALUATED), "stream": Stream(EVALUATED), "parts": OwnPart()}.items():
+        trainer = trainer_for(
+            folder / kind, OwnLoop, eval_dataset=data, remove_unused_columns=False,
+            per_device_eval_batch_size=4 // WORLD,
+        )  # fmt: skip
+        metrics = trainer.evaluate()
+        active = trainer.accelerator.gradient_state.in_dataloader
+        found[kind] = [metrics["eval_seen"], metrics["eval_mean"], active]
+    return found
+
+
 class FailsOnOne(Prepares):
     """Rank 1 fails to evaluate batch number `fails_at`."""
 
@@ -246,6 +288,7 @@ def main(folder: Path) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {"dealt": dealt(folder / "dealt"), "evaluated": evaluated(folder / "evaluated")}
     found["in parts"] = evaluated_in_parts(folder / "in-parts")
+    found["own loop"] = own_loops(folder / "own-loop")
     found["failed"] = failed_evaluations(folder / "failed")
     for streams in (False, True):
         name = "streams" if streams else "map"

@@ -233,3 +233,21 @@ def test_metrics_of_a_loss_without_labels(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_metrics_of_a_loss_without_labels_on_two_ranks(tmp_path: Path) -> None:
     assert on_ranks(2, measure_without_labels, str(tmp_path)) == [[6, "()"]] * 2
+
+
+def test_copies_of_their_steps_and_evaluation_run_here(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="whose methods scripts copy")
+    names = "evaluation_loop", "prediction_step", "training_step", "compute_loss"
+    copied = type("Copied", (Trainer,), {name: getattr(transformers.Trainer, name) for name in names})
+    reported = []
+    for kind in Trainer, copied:
+        args = arguments(tmp_path / kind.__name__, eval_strategy="steps", eval_steps=2, max_steps=4)
+        trainer = kind(Net(), args, train_dataset=rows(8), eval_dataset=rows(5))
+        trainer.compute_metrics = lambda p: {"sum": float(p.predictions.sum())}
+        trainer.train()
+        logged = [x for x in trainer.state.log_history if "eval_loss" in x]
+        reported.append([*logged, {"rows": len(trainer.predict(rows(5)).predictions)}])
+    ours, theirs = reported
+    for one, other in zip(ours, theirs, strict=True):
+        for name in {"eval_loss", "eval_sum", "rows"} & one.keys():
+            assert other[name] == pytest.approx(one[name], rel=1e-6), name

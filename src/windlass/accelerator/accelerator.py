@@ -69,7 +69,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Axis, Mesh
 from windlass.core.metric_values import python_number
-from windlass.core.module_state import state_of
+from windlass.core.module_state import bare, state_of
 from windlass.core.outside import load_outside
 from windlass.core.redact import redact_value, redacted_argv
 from windlass.core.types import Stateful
@@ -82,6 +82,7 @@ from windlass.dist.gang import Gang, join, leave
 from windlass.dist.operations import check_operations, operations_are_checked
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
+from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -717,8 +718,12 @@ class Accelerator(Ranks):
                 stack.enter_context(self._micro(model, reduce))
             yield
 
+    def _strategy_of(self, model: nn.Module) -> Strategy | None:
+        """The strategy of a prepared model, also within `torch.compile`; None if it was not prepared."""
+        return self._prepared.strategy_of(model) or self._prepared.strategy_of(bare(model))
+
     def _micro(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        strategy = self._prepared.strategy_of(model)
+        strategy = self._strategy_of(model)
         return nullcontext() if strategy is None else strategy.micro(last)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -983,7 +988,7 @@ class Accelerator(Ranks):
         """
         if any(map(has_offloaded_params, model.modules())):
             return dict(get_state_dict_offloaded_model(model))
-        strategy = self._prepared.strategy_of(model)
+        strategy = self._strategy_of(model)
         if strategy is None or not (unwrap or strategy.sharded):
             return dict(model.state_dict())
         return strategy.whole_state()

@@ -17,8 +17,10 @@ from windlass.data.dealt_rows import BalancedRows, SampleRows
 from windlass.data.fetch import Fetch
 from windlass.data.map_reader import MapReader
 from windlass.data.order import Order, RebalancedOrder
+from windlass.data.script_pass import ForScripts, ScriptPass
 from windlass.data.source import Source
 from windlass.data.update_batch import UpdateBatch
+from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)
 
@@ -30,6 +32,9 @@ class Loader(DealtLoader):
     full pass of this rank's micro-batches, in the order of the current epoch, then of the following ones.
 
     Subclasses give the reader of a pass, and the number of samples.
+
+    Attributes:
+        for_scripts: what plain iteration adds for the loop of a script, if anything.
 
     Args:
         passes_alike: every plain pass is that of epoch 0, as an evaluation needs.
@@ -60,6 +65,7 @@ class Loader(DealtLoader):
         )
         self.batch, self.plan = batch, plan
         self.passes_alike, self._passes = passes_alike, 0
+        self.for_scripts: ForScripts | None = None
 
     @property
     def seed(self) -> int:
@@ -108,13 +114,24 @@ class Loader(DealtLoader):
         return self._read(epoch, start, accumulation, private=False)
 
     def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:
-        epoch = 0 if self.passes_alike else self.epoch + self._passes
-        for row in self._read(epoch, 0, self.batch.accumulation, private=True):
+        for row in self._plain_pass():
             yield None if row.filler else row.ids, row.batch
+
+    def _plain_pass(self) -> Iterator[DealtBatch]:
+        epoch = 0 if self.passes_alike else self.epoch + self._passes
+        yield from self._read(epoch, 0, self.batch.accumulation, private=True)
         self._passes += 1
 
     def __iter__(self) -> Any:
-        return (batch for _, batch in self.batches_with_ids())
+        if self.for_scripts is None:
+            return (batch for _, batch in self.batches_with_ids())
+        batch = self.batch
+        watched = ScriptPass(batch.micro, batch.micro * batch.ranks, self.num_samples, batch.rank)
+        return self.for_scripts.batches(self._script_pass(self.for_scripts.data_ranks), watched)
+
+    def _script_pass(self, data_ranks: Gang) -> Iterator[DealtBatch]:
+        """A plain pass of equally many batches on every rank."""
+        return self._plain_pass()
 
     def resize(self, micro: int, accumulation: int) -> None:
         """Cut into micro-batches of `micro` samples from the next group on; the order of samples does not change.

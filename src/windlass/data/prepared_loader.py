@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -16,18 +16,11 @@ from windlass.data.agreed_stream import AgreedStream
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.order import known_length, ordering_parts
+from windlass.data.script_pass import Follower
 from windlass.data.seeding import Sandbox, set_epochs
 from windlass.dist.beacon import marked_reads
 
 logger = get_logger(__name__)
-
-
-class Follower(Protocol):
-    """Is called at the begin and end of a pass: the accelerator, which accumulates up to the end of one."""
-
-    def begin(self, loader: PreparedLoader) -> None: ...
-
-    def end(self, loader: PreparedLoader) -> None: ...
 
 
 class PreparedLoader(DealtLoader):

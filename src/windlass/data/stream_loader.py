@@ -14,6 +14,7 @@ from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.bookmark import belongs
 from windlass.data.dispatch import Dispatched
 from windlass.data.loader import Loader
+from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.order import known_length
 from windlass.data.same_stream import splits_itself
 from windlass.data.stream import RowCutter, SharedStream
@@ -161,6 +162,13 @@ class StreamLoader(Loader):
         rows = super()._read(epoch, start, update, private)
         self._gather_sizes()
         return self._checked(rows) if self.own_parts and not start else rows
+
+    def _script_pass(self, data_ranks: Gang) -> Iterator[DealtBatch]:
+        self.agree(data_ranks)
+        if not self.own_parts:
+            return self._plain_pass()
+        epoch = 0 if self.passes_alike else self.epoch
+        return LockstepReader(self._stream, data_ranks, own_parts=True).read(PassRequest(epoch, private=True))
 
     def _checked(self, rows: Iterator[DealtBatch]) -> Iterator[DealtBatch]:
         size = known_length(self.dataset)

@@ -235,7 +235,8 @@ class _Results:
         """Join the results of all ranks: totals first, then what was kept. Collective."""
         messages = exchange_messages(self._data_ranks, totals)
         if not sum(message["batches"] for message in messages):
-            job_logger.warning("the evaluation data is empty: no loss and no metrics")
+            prefix = self._evaluation.prefix
+            job_logger.warning("the evaluation data is empty: no loss and no metrics %s_*", prefix)
             return EvalLoopOutput(None, None, {}, 0)
         loss = mean_of([message["loss"] for message in messages])
         fields = self._gathered()

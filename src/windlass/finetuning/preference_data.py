@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.text.forms import place_of
+from windlass.text.forms import naming_dataset, place_of
 from windlass.text.pair_encoder import PairOptions, PairRows
 from windlass.text.prepare_pairs import prepare_pairs, within
 from windlass.text.summary import TextSummary
@@ -40,13 +40,14 @@ class PreferenceData:
         """
         if isinstance(dataset, PairRows) or self._is_prepared(dataset):
             return dataset
-        dataset = self.arrange(dataset)
-        found = prepare_pairs(
-            dataset, self.tokenizer, self.options, numbers=self.numbers, cache=default_cache(), name=name
-        )
-        if is_stream(found):
-            return found
-        rows, summary = within(found, self.options, name, dataset, whole_sequences=self.options.whole)
+        with naming_dataset(name):
+            dataset = self.arrange(dataset)
+            found = prepare_pairs(
+                dataset, self.tokenizer, self.options, numbers=self.numbers, cache=default_cache(), name=name
+            )
+            if is_stream(found):
+                return found
+            rows, summary = within(found, self.options, name, dataset, whole_sequences=self.options.whole)
         self.summaries[name] = summary
         self._check(dataset, name, rows, summary)
         return rows

@@ -7,6 +7,7 @@ from typing import Any
 from windlass.callbacks.displays import Display, open_display
 from windlass.core.world import world_from_environment
 from windlass.finetuning.sft_config import SFTConfig
+from windlass.text.forms import naming_dataset
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.prepare_text import ENOUGH_FOR_WORKERS, PreparedText, prepare_text
 from windlass.text.text_options import TextOptions
@@ -49,7 +50,8 @@ def prepare_kept(
     No process group is needed: of several processes one prepares, and the others wait for its lock.
 
     Args:
-        name: of the dataset, for the bar. It is drawn for many rows, and only by a process that prepares them.
+        name: of the dataset, for errors and the bar, which is drawn for many rows, and only by a process that prepares
+            them.
         images: what a processor makes of the rows' images; None: rows of text.
 
     Raises:
@@ -69,9 +71,10 @@ def prepare_kept(
             display.advance(done)
 
     try:
-        return prepare_text(
-            dataset, tokenizer, options, images=images, cache=default_cache(), progress=advance
-        )
+        with naming_dataset(name):
+            return prepare_text(
+                dataset, tokenizer, options, images=images, cache=default_cache(), progress=advance
+            )
     finally:
         for display in bar:
             display.close()

@@ -263,9 +263,20 @@ class Search:
             fix = f"another search is writing to it ({error.holder}): wait for it or end it, or choose another folder"
             raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
         self._study = Study(self._folder, self._settings.directions, self._settings.name)
+        self._check_objective(self._study)
         self._sampler = self._settings.sampler(self._study)
         if over := sum(record.state != "running" for record in self._study.trials):
             logger.warning("%s: continuing a search, of which %d trials are over", self._study.path, over)
+
+    def _check_objective(self, study: Study) -> None:
+        """Refuse another objective than that of the trials so far, with which new ones would be compared."""
+        for record in study.trials:
+            if record.metrics and (values := self._settings.objectives(record.metrics)) != record.values:
+                fix = (
+                    f"makes of the metrics of trial {record.number} another objective than {study.path} has, "
+                )
+                fix += f"{record.values}: restore it, or set another output_dir"
+                raise ConfigError(Problem("compute_objective", values, fix))
 
     def _propose(self, number: int) -> dict[str, Any] | None:
         study, sampler = self._parts()
@@ -280,8 +291,8 @@ class Search:
             study.trials.append(known)
             study.save()
         elif params != known.params:
-            fix = f"chooses other values for trial {number} than {study.path} has, {known.params}: restore it, or set "
-            raise ConfigError(Problem("hp_space", params, f"{fix}another output_dir"))
+            fix = f"chooses other values for trial {number} than {study.path} has, {known.params}: restore it and the "
+            raise ConfigError(Problem("hp_space", params, f"{fix}seed, or set another output_dir"))
         elif known.state != "running":
             sampler.replay(self._trial, known)
         return {"name": known.name, "params": known.params, "is_over": known.state != "running"}
@@ -323,6 +334,7 @@ class Search:
             record.state, record.reason = "pruned", f"at update {pruned}"
         else:
             record.state, record.values = "complete", values
+            record.metrics = dict(metrics or {}) if all(map(_is_finite, (metrics or {}).values())) else {}
         study.save()
         sampler.tell(self._trial, record)
 
@@ -357,6 +369,10 @@ class Search:
         if message["error"] is not None:
             raise WindlassError(f"the search failed on the main process: {message['error']}")
         return message["result"]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _folder_name(name: Any) -> str:

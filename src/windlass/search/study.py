@@ -28,6 +28,8 @@ class Record:
     state: State = "running"
     values: list[float] = field(default_factory=list)  # the objectives; empty until it is complete
     reports: dict[int, float] = field(default_factory=dict)  # update -> objective of the evaluation after it
+    # What gave the objectives; empty if not all are finite
+    metrics: dict[str, float] = field(default_factory=dict)
     reason: str = ""  # why it was pruned or failed
 
 

@@ -5,8 +5,9 @@ All forms are reduced to four kinds of rows: tokens, one text, a prompt with its
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -201,6 +202,10 @@ def _tokenized(row: Row, *_: object) -> dict[str, Any]:
     return found
 
 
+# Of `TokenRows`, whose columns are int32.
+_LAST_TOKEN = 2**31 - 1
+
+
 def _integers(values: Any, name: str) -> list[int]:
     """One row of tokens or of what belongs to each; `values` may be a list, an array or a tensor."""
     array = np.asarray(values) if not isinstance(values, (str, bytes)) else np.empty(())
@@ -213,6 +218,9 @@ def _integers(values: Any, name: str) -> list[int]:
     if below.size:
         note = f", and {IGNORED} is a label that is not trained" if name == "labels" else ""
         raise DataError(f"{name} holds {below[0]}; tokens are numbered from 0{note}")
+    above = array[array > _LAST_TOKEN]
+    if above.size:
+        raise DataError(f"{name} holds {above[0]}; prepared numbers have 32 bits, up to {_LAST_TOKEN}")
     numbers: Any = array.astype(np.int64).tolist()
     return list(numbers)
 
@@ -344,6 +352,15 @@ class RowError(DataError):
         if not isinstance(dataset, LocatedRows):
             return self
         return DataError(f"{dataset.places[self.row]}: {self.problem}")
+
+
+@contextlib.contextmanager
+def naming_dataset(name: str) -> Iterator[None]:
+    """Within the body, a DataError gets the name of the dataset."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"the {name} dataset: {error}") from None
 
 
 class LocatedRows(list[Mapping[str, Any]]):

@@ -19,6 +19,7 @@ from windlass.data.foreign_loader import ForeignLoader
 from windlass.data.loader import Loader
 from windlass.data.order import Order, build_order, known_length
 from windlass.data.prepare import build_eval_loader, build_train_loader, is_stream
+from windlass.data.script_pass import ForScripts
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.update_batch import GroupSource
 from windlass.dist.gang import Gang
@@ -53,9 +54,14 @@ def training_order(plan: CallPlan, dataset: Any) -> Order | None:
 
 
 class EvaluationLoaders:
-    """Makes the loaders of evaluation sets. One with persistent workers is kept for the next evaluation of its set."""
+    """Makes the loaders of evaluation sets. One with persistent workers is kept for the next evaluation of its set.
 
-    def __init__(self) -> None:
+    Args:
+        for_scripts: what a script's own loop over them needs.
+    """
+
+    def __init__(self, for_scripts: ForScripts) -> None:
+        self._for_scripts = for_scripts
         # By name of the set: what the loader was made of, compared by identity; its settings, by value; the loader.
         self._kept: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Loader]] = {}
 
@@ -84,6 +90,7 @@ class EvaluationLoaders:
             loader = build_eval_loader(dataset, plan=data, batch=batch, collate=collate, sampler=sampler)
         if largest is not None and largest < loader.batch.micro:
             loader.resize(largest, 1)
+        loader.for_scripts = self._for_scripts
         if name is not None and sampler is None and data.workers and data.persistent_workers:
             self._kept[name] = given, settings, loader
         return loader

@@ -11,6 +11,7 @@ from windlass.accelerator.engine import TrainerEngine
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.accelerator_config import read
 from windlass.core.module_state import kept_elsewhere
+from windlass.data.script_pass import ForScripts
 from windlass.precision.check import autocast_context, check_precision
 from windlass.trainer.batch_faults import BatchFaults
 from windlass.trainer.batch_fitter import BatchFitter
@@ -49,7 +50,9 @@ class Services:
         events, loss = Events(plans, session, handler), LossPolicy(session, accelerator)
         fitter, faults = BatchFitter(session), BatchFaults(session.device)
         evaluator = Evaluator(session, events, loss, faults, fitter)
-        loaders = EvaluationLoaders()
+        loaders = EvaluationLoaders(
+            ForScripts(accelerator.gradient_state, session.device, session.data_ranks)
+        )
         return cls(session, plans, accelerator, engine, events, loss, faults, fitter, evaluator, loaders)
 
     def end_run(self) -> None:

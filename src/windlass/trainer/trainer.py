@@ -1211,6 +1211,20 @@ class Trainer:
         """Concatenate the tensors of all ranks. For scripts that call it: the engine joins evaluations itself."""
         return self.accelerator.gather(tensors)
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """`model`, for evaluation loops that scripts copied: the engine wraps the model that it trains itself."""
+        return model
+
+    def gather_function(self, tensors: Any) -> Any:
+        """`accelerator.gather_for_metrics` of `tensors`; copied evaluation loops call and assign it."""
+        return self.accelerator.gather_for_metrics(tensors)
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Callable[..., Any], Any]:
+        """A context without effect, and `inputs`, for copied steps: the engine divides rows itself."""
+        return contextlib.nullcontext, inputs
+
     def store_flos(self) -> None:
         """Kept for scripts that call it; `state.total_flos` is current after every update."""
 
