@@ -95,6 +95,27 @@ def test_a_scripts_own_evaluation_loop_may_gather_after_each_batch(
 
 
 @pytest.mark.dist
+def test_a_loss_that_exchanges_is_evaluated_equally_often(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    assert [rank["exchanging"][1] for rank in two] == [-(-EVALUATED // 4)] * 2
+    for rank in two:
+        assert rank["exchanging"][0] == pytest.approx(one["exchanging"][0], rel=1e-12)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["map", "stream", "parts"])
+def test_a_metric_of_each_batch_may_run_within_a_training(
+    kind: str, one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    """The last batch is on one rank alone."""
+    [loss], labels = one["in training"][kind]
+    for rank in two:
+        assert rank["in training"][kind] == [[pytest.approx(loss, rel=1e-12)], labels]
+    assert len(labels) == EVALUATED
+
+
+@pytest.mark.dist
 def test_an_evaluation_that_fails_on_one_rank_ends_on_all(two: list[dict[str, Any]]) -> None:
     others, failing = (rank["failed"] for rank in two)
     assert failing == [["OSError", "bad batch"]] * 8
@@ -218,6 +239,29 @@ def evaluated_in_parts(folder: Path) -> dict[str, Any]:
     }
 
 
+def evaluated_in_training(folder: Path) -> dict[str, list[Any]]:
+    """Losses and labels of the evaluations of a training, by kind of data."""
+    found = {}
+    for kind, data in {"map": rows(EVALUATED), "stream": Stream(EVALUATED), "parts": OwnPart()}.items():
+        seen: list[int] = []
+
+        def metric(prediction: Any, compute_result: bool, seen: list[int] = seen) -> dict[str, Any]:
+            seen.extend(prediction.label_ids.tolist())
+            return {"labels": float(len(seen))} if compute_result else {}
+
+        trainer = trainer_for(
+            folder / kind, eval_dataset=data, compute_metrics=metric, batch_eval_metrics=True, max_steps=1,
+            eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4 // WORLD,
+            per_device_train_batch_size=4 // WORLD,
+        )  # fmt: skip
+        trainer.train()
+        found[kind] = [
+            [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
+            sorted(seen),
+        ]
+    return found
+
+
 class OwnLoop(Trainer):
     """Evaluates as scripts do that were written for accelerate."""
 
@@ -243,6 +287,33 @@ def own_loops(folder: Path) -> dict[str, list[Any]]:
         active = trainer.accelerator.gradient_state.in_dataloader
         found[kind] = [metrics["eval_seen"], metrics["eval_mean"], active]
     return found
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        total = values.clone()
+        if WORLD > 1:
+            torch.distributed.all_reduce(total)
+        return total
+
+
+class Exchanging(Trainer):
+    calls = 0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        self.calls += 1
+        outputs = model(**inputs)
+        loss = outputs["loss"] + 0 * Summed.apply(outputs["loss"].detach())  # type: ignore[no-untyped-call]
+        return (loss, outputs) if return_outputs else loss
+
+
+def exchanging(folder: Path) -> list[float]:
+    """The loss of an evaluation, and how often it was computed here."""
+    trainer = trainer_for(
+        folder, Exchanging, eval_dataset=samples(EVALUATED), per_device_eval_batch_size=4 // WORLD
+    )
+    return [trainer.evaluate()["eval_loss"], trainer.calls]
 
 
 class FailsOnOne(Prepares):
@@ -288,6 +359,8 @@ def main(folder: Path) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {"dealt": dealt(folder / "dealt"), "evaluated": evaluated(folder / "evaluated")}
     found["in parts"] = evaluated_in_parts(folder / "in-parts")
+    found["in training"] = evaluated_in_training(folder / "in-training")
+    found["exchanging"] = exchanging(folder / "exchanging")
     found["own loop"] = own_loops(folder / "own-loop")
     found["failed"] = failed_evaluations(folder / "failed")
     for streams in (False, True):

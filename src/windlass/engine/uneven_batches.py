@@ -25,8 +25,8 @@ class EvaluationAbandoned(BaseException):
 def pad_uneven_batches(batches: Iterable[Placed], all_ranks: Gang) -> Iterator[Placed]:
     """This rank's batches, then its last one again (as a filler) while other ranks have more. Collective.
 
-    For models whose every forward needs all ranks. Costs one exchange between hosts for each batch; Windlass's own
-    loaders know their lengths and do not need it.
+    For models whose every forward needs all ranks, and for metrics of each batch. Costs one exchange between hosts for
+    each batch; Windlass's own loaders know their lengths and do not need it.
 
     Raises:
         DataError: this rank has no batch to repeat.
@@ -42,9 +42,9 @@ def pad_uneven_batches(batches: Iterable[Placed], all_ranks: Gang) -> Iterator[P
             yield placed
         elif last is None:
             raise DataError(
-                f"rank {all_ranks.rank} got no evaluation batch from the script's own loader, and a sharded model "
-                "needs every rank in each forward: give every process at least one batch, or evaluate in fewer "
-                "processes"
+                f"rank {all_ranks.rank} got no evaluation batch from the script's own loader, and every rank takes "
+                "part in each batch, because of a sharded model or a metric of each batch: give every process at "
+                "least one batch, or evaluate in fewer processes"
             )
         else:
             yield None, copy.copy(last)

@@ -191,16 +191,26 @@ class Evaluator:
     def _placed(self, loader: Any, evaluation: Evaluation) -> Iterable[Placed]:
         """A loader's batches with the dataset positions of their samples; unknown for a script's own loaders.
 
-        Equally many on each rank if every forward needs all ranks, or if reading does.
+        Equally many on each rank if every forward needs all ranks, or if reading or the metrics do.
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._session.data_ranks)
+        # A metric of each batch gathers, and in a training the ranks exchange signals before each batch: a rank without
+        # one would take part in the one while the others are in the other.
+        by_batch = evaluation.plan.batch_metrics and evaluation.compute_metrics is not None
+        in_step = evaluation.in_step or (by_batch and self._watch is not None)
         if isinstance(loader, DealtLoader) and not loader.own_parts:
-            in_step = evaluation.in_step or loader.must_go_in_step
+            in_step = in_step or loader.must_go_in_step
             return loader.batches_in_step() if in_step else loader.batches_with_ids()
+        # Positions in the parts of ranks are not those of one dataset.
         reader = Reader("evaluation", evaluation.plan.start_timeout)
-        unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
-        return pad_uneven_batches(unplaced, self._session.all_ranks) if evaluation.in_step else unplaced
+        read = (
+            (batch for _, batch in loader.batches_with_ids())
+            if isinstance(loader, DealtLoader)
+            else read_batches(loader, reader)
+        )
+        unplaced: Iterable[Placed] = (([], batch) for batch in read)
+        return pad_uneven_batches(unplaced, self._session.all_ranks) if in_step else unplaced
 
     def _measured(
         self, batches: Iterable[Placed], label_names: Sequence[str], hooks: LossHooks

@@ -24,7 +24,7 @@ from windlass.engine.evaluate import Evaluation
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
-from windlass.trainer.script_loss import names_in_code
+from windlass.trainer.script_loss import exchanges, names_in_code
 from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows it
@@ -103,7 +103,16 @@ def loss_settings(trainer: Trainer, owner: type) -> LossSettings:
         lean=trainer.args.lean_loss,
         compiled=bool(trainer.args.torch_compile) or hasattr(trainer.model, "_orig_mod"),
         declared=trainer.loss_is_scaled_for_ga,
+        exchanges=loss_exchanges(trainer),
     )
+
+
+def loss_exchanges(trainer: Trainer) -> bool:
+    """Return True if the script's loss, its step of evaluations or its model exchanges values with other processes."""
+    if trainer.accelerator.num_processes == 1:
+        return False
+    given = [trainer.compute_loss_func] if trainer.compute_loss_func is not None else []
+    return exchanges([trainer.compute_loss, trainer.prediction_step, trainer.model, *given])
 
 
 def smoothing_of(args: TrainingArguments, model: nn.Module) -> float:
@@ -315,7 +324,7 @@ def evaluation_of(
         trainer.count_targets,
         plan,
         trainer.label_names,
-        in_step=strategy.sharded or trainer.accelerator.forwards_meet,
+        in_step=strategy.sharded or trainer.accelerator.forwards_meet or loss_exchanges(trainer),
         compute_metrics=None if keeps_nothing else metrics,
         preprocess_logits=trainer.preprocess_logits_for_metrics,
         prefix=prefix,

@@ -63,6 +63,8 @@ class LossSettings:
     lean: bool  # `lean_loss`
     compiled: bool  # the model is compiled
     declared: bool | None  # `loss_is_scaled_for_ga`
+    # The loss exchanges values with the other processes, so all compute it equally often, in evaluations as well
+    exchanges: bool
 
     @property
     def of_model(self) -> bool:

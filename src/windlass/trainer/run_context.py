@@ -43,5 +43,7 @@ class RunContext:
 
     @property
     def forwards_meet(self) -> bool:
-        """True if a forward of one rank waits for the others, so that all need equal numbers of batches."""
-        return self.built.executor.strategy.sharded or self.services.accelerator.forwards_meet
+        """True if a forward or a loss of one rank waits for the others, so that all need equal numbers of batches."""
+        services = self.services
+        meet = services.accelerator.forwards_meet or services.loss.settings.exchanges
+        return meet or self.built.executor.strategy.sharded

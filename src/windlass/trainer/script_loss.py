@@ -35,6 +35,12 @@ logger = get_job_logger(__name__)
 _PROCESSES = frozenset({"num_processes", "world_size", "get_world_size", "WORLD_SIZE"})
 CURRENT = "current_gradient_accumulation_steps"
 MICRO_BATCHES = frozenset({"gradient_accumulation_steps", CURRENT})
+# Functions of torch.distributed, and those of an accelerator: torch itself has a `gather` that exchanges nothing.
+_EXCHANGES = frozenset({
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "reduce_scatter", "reduce_scatter_tensor", "gather_for_metrics", "pad_across_processes",
+})  # fmt: skip
+_OF_ACCELERATOR = frozenset({"gather", "reduce"})
 _SMOOTHED = frozenset({"compute_loss", "label_smoother", "label_smoothing_factor"})
 _DECLARE = (
     "Declare what it returns with the attribute `loss_is_scaled_for_ga`: True if it is divided by "
@@ -236,6 +242,12 @@ def check_smoothing(
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
+def exchanges(functions: list[Callable[..., Any]]) -> bool:
+    """Return True if the code of a script's functions names an exchange with the other processes."""
+    names = names_in_code(functions)
+    return bool(names & _EXCHANGES or ("accelerator" in names and names & _OF_ACCELERATOR))
+
+
 def names_in_code(functions: list[Callable[..., Any]]) -> frozenset[str]:
     """The names and strings in the code of functions of a script, of the methods that they override, and of the
     functions and methods of the same package that they name.
@@ -250,7 +262,9 @@ def names_in_code(functions: list[Callable[..., Any]]) -> frozenset[str]:
         found = set(_names_of(function.__code__))
         names |= found
         known = {**function.__globals__, **_enclosed(function)}
+        functions_of_torch = [known[name] for name in found if _is_autograd_function(known.get(name))]
         helpers = [known.get(name) for name in found] + [getattr(owner, name, None) for name in found]
+        helpers += [each.forward for each in functions_of_torch]
         pending += [
             (helper, owner)
             for helper in map(_unwrapped, helpers)
@@ -286,6 +300,10 @@ def _enclosed(function: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
     return found
+
+
+def _is_autograd_function(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
 def _unwrapped(function: Any) -> Any:
