@@ -305,6 +305,7 @@ callback.on_log(None, state, TrainerControl(), logs={"loss": 1.0})
 size = callback.path.stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
 callback.on_log(None, state, TrainerControl(), logs={"loss": 2.0})
+callback.on_train_end(None, state, TrainerControl())
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 callback.on_log(None, state, TrainerControl(), logs={"loss": 3.0})
 print([row["loss"] for row in read_metrics(callback.path)])
@@ -322,3 +323,6 @@ def test_a_full_disk_delays_rows_and_costs_nothing(tmp_path: Path) -> None:
     )
     assert done.stdout == "[1.0, 2.0, 3.0]\n"
     assert "could not be written; training continues" in done.stderr
+    assert (
+        "lacks the rows of steps that could not be written (0); log_history has their metrics" in done.stderr
+    )

@@ -112,6 +112,13 @@ class MetricsLogCallback(RowCallback):
         return [row for row in [*rows, *self._waiting] if row["step"] <= step]
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        self._write_waiting()
+        if self._waiting:
+            steps = shorten(map(str, sorted({row["step"] for row in self._waiting})))
+            message = (
+                "%s lacks the rows of steps that could not be written (%s); log_history has their metrics"
+            )
+            logger.warning(message, self.path, steps)
         self._file.end()
         self._began = None
 
