@@ -117,6 +117,9 @@ def test_a_metric_of_each_batch_may_run_within_a_training(
 
 @pytest.mark.dist
 def test_an_evaluation_that_fails_on_one_rank_ends_on_all(two: list[dict[str, Any]]) -> None:
+    others, failing = (rank["failed in training"] for rank in two)
+    assert failing == ["ValueError"] * 5
+    assert others == ["PeerError"] * 5
     others, failing = (rank["failed"] for rank in two)
     assert failing == [["OSError", "bad batch"]] * 8
     assert [kind for kind, _ in others] == ["PeerError"] * 8
@@ -355,6 +358,42 @@ def failed_evaluations(folder: Path) -> list[list[str]]:
     return found
 
 
+class FailingRow(list[dict[str, Any]]):
+    """Rank 1 cannot read one of the rows."""
+
+    bad = -1
+
+    def __getitem__(self, index: Any) -> Any:
+        if RANK == 1 and index == self.bad:
+            raise ValueError("bad row")
+        return super().__getitem__(index)
+
+
+def failed_in_training(folder: Path) -> list[str]:
+    """What each rank raises if rank 1 fails to read its first or second batch, or in one of the calls of the metric."""
+    found = []
+    for bad_row, bad_call in ((2, 0), (6, 0), (-1, 1), (-1, 2), (-1, 3)) if WORLD > 1 else ():
+        calls: list[bool] = []
+
+        def metric(prediction: Any, compute_result: bool, calls: Any = calls, bad: int = bad_call) -> Any:
+            calls.append(compute_result)
+            if RANK == 1 and len(calls) == bad:
+                raise ValueError("bad call")
+            return {}
+
+        data = FailingRow(rows(EVALUATED))
+        data.bad = bad_row
+        trainer = trainer_for(
+            folder, eval_dataset=data, compute_metrics=metric, batch_eval_metrics=True, max_steps=1,
+            eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2, per_device_train_batch_size=2,
+        )  # fmt: skip
+        try:
+            trainer.train()
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
 def main(folder: Path) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {"dealt": dealt(folder / "dealt"), "evaluated": evaluated(folder / "evaluated")}
@@ -362,6 +401,7 @@ def main(folder: Path) -> dict[str, Any]:
     found["in training"] = evaluated_in_training(folder / "in-training")
     found["exchanging"] = exchanging(folder / "exchanging")
     found["own loop"] = own_loops(folder / "own-loop")
+    found["failed in training"] = failed_in_training(folder / "failed-in-training")
     found["failed"] = failed_evaluations(folder / "failed")
     for streams in (False, True):
         name = "streams" if streams else "map"

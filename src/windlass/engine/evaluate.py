@@ -168,7 +168,7 @@ class _Results:
             except (PeerError, RankMismatchError):  # all ranks learn it at once: none waits for this one
                 raise
             except Exception as error:
-                if not reads_on or (metrics.begun and metrics.rounds == rounds):
+                if not reads_on or (metrics.meets_at_batches and metrics.rounds == rounds):
                     raise
                 failure = error
         if failure is not None:
@@ -300,7 +300,7 @@ def _repeated(loss: Any, samples: int) -> Tensor | None:
 class NoBatchMetrics:
     """Replaces `BatchMetrics` if metrics are computed at the end, or not at all."""
 
-    meets_at_batches, begun, rounds = False, False, 0
+    meets_at_batches, rounds = False, 0
 
     def add(self, fields: Fields | None) -> None:
         pass
@@ -317,13 +317,13 @@ class BatchMetrics:
     batch. Predictions are torch tensors, on the device of this rank's outputs.
 
     A batch waits until the next one comes, because only then it is known not to be the last. The call for the last one
-    has `compute_result=True` and returns the metrics.
+    has `compute_result=True` and returns the metrics. The ranks meet at the first one as well, where nothing waits: so
+    all learn at every batch if one of them failed.
 
     Args:
         measurable: returns True if a round's fields can be measured; raises if they should be and cannot.
 
     Attributes:
-        begun: a batch was added, so the ranks meet at the next one.
         rounds: how often the ranks have met.
     """
 
@@ -334,15 +334,13 @@ class BatchMetrics:
     ) -> None:
         self._compute, self._measurable, self._data_ranks = compute_metrics, measurable, data_ranks
         self._waiting: Fields | None = None
-        self.begun, self.rounds = False, 0
+        self.rounds = 0
         self._device = torch.device("cpu")
         self._result: dict[str, Any] = {}
 
     def add(self, fields: Fields | None) -> None:
         """Add this rank's next batch, or None for a filler: the other ranks take part in a round with it."""
-        if self.begun:
-            self._round(more=True)
-        self.begun = True
+        self._round(more=True)
         if fields is not None:
             # Copies, which the next forward cannot overwrite.
             self._waiting = map_leaves(lambda tensor: tensor.detach().clone(), fields)

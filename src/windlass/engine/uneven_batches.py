@@ -65,24 +65,36 @@ def interruptible_batches(
     Args:
         signals: returns the signals of this rank.
         received: called with the sums, at the same exchange on every rank; it may raise `EvaluationAbandoned`.
-        in_step: every forward needs all ranks. A rank that leaves early does not answer then, because the others wait
-            for it in a forward: their wait ends with its process.
+        in_step: every forward needs all ranks, or they meet at each batch. A rank that leaves early does not answer
+            then, because the others wait for it there.
     """
     remaining, rounds = iter(batches), Lockstep[T | None](all_ranks)
-    with _others_answered(all_ranks, signals, silent=in_step):
-        batch = next(remaining, None)
+    batch, failure = _next_of(remaining)
     while True:
-        rounds.begin(batch, batch is not None, signals())
+        rounds.begin(batch, batch is not None or failure is not None, signals())
         summed = rounds.end()
         # If no rank goes on, none waits for an answer.
         with _others_answered(all_ranks, signals, silent=in_step or not summed.going_on):
+            # Not before: the others were in this exchange, and learn of it where they meet next.
+            if failure is not None:
+                raise failure
             received(summed.sums)
         if not summed.going_on:
             return
         if batch is not None:
             with _others_answered(all_ranks, signals, silent=in_step):
                 yield batch
-                batch = next(remaining, None)
+            batch, failure = _next_of(remaining)
+
+
+def _next_of(batches: Iterator[T]) -> tuple[T | None, Exception | None]:
+    """The next batch, None at the end; or the error with which reading it failed."""
+    try:
+        return next(batches, None), None
+    except Exception as error:
+        if lost_another_rank(error):
+            raise
+        return None, error
 
 
 @contextmanager

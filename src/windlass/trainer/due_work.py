@@ -190,8 +190,10 @@ class DueWork:
         put_back()
         return None
 
-    def _interruptible(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """The batches of an evaluation, which all ranks abandon together if the run is to end."""
+    def _interruptible(self, batches: Iterable[Any], meets: bool) -> Generator[Any, None, None]:
+        """The batches of an evaluation, which all ranks abandon together if the run is to end. `meets`: ranks also meet
+        at each batch.
+        """
 
         def received(sums: Sequence[float]) -> None:
             self._signals.apply(sums, self._events.state.global_step)
@@ -203,7 +205,7 @@ class DueWork:
             self._context.all_ranks,
             self._signals.own,
             received,
-            in_step=self._context.forwards_meet,
+            in_step=self._context.forwards_meet or meets,
         )
 
     def _waited_for(self, batches: Iterable[Any]) -> Generator[Any, None, None]:

@@ -38,7 +38,7 @@ from windlass.transforms.strategy import Strategy
 logger = get_logger(__name__)
 
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Watch = Callable[[Iterable[Placed]], Generator[Placed, None, None]]
+Watch = Callable[[Iterable[Placed], bool], Generator[Placed, None, None]]
 
 
 class Evaluator:
@@ -64,8 +64,13 @@ class Evaluator:
         return attributes_of(self, _executor=executor)
 
     def interruptible(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
-        """Within the body, batches of evaluations pass through `watch`."""
+        """Within the body, batches of evaluations pass through `watch`, which is told if ranks meet at each of them."""
         return attributes_of(self, _watch=watch)
+
+    def _meets_at_batches(self, evaluation: Evaluation) -> bool:
+        """A metric of each batch gathers, while ranks exchange signals before each batch."""
+        by_batch = evaluation.plan.batch_metrics and evaluation.compute_metrics is not None
+        return by_batch and self._watch is not None
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model of a run has the weights that are evaluated: their average, if there is one."""
@@ -178,13 +183,14 @@ class Evaluator:
             self._enter_evaluation_mode(stack, evaluation)
             # With or without evaluations, a run has the same bits: they draw nothing from its random generators.
             stack.enter_context(preserved_rng(self._session.device))
+            meets = self._meets_at_batches(evaluation)
             if self._watch is not None:
-                batches = stack.enter_context(contextlib.closing(self._watch(batches)))
+                batches = stack.enter_context(contextlib.closing(self._watch(batches, meets)))
             return evaluation_loop(
                 noted(self._measured(batches, evaluation.label_names, hooks)),
                 replace(evaluation, predict=predict),
                 data_ranks=self._session.data_ranks,
-                reading_is_collective=isinstance(loader, DealtLoader) and loader.must_go_in_step,
+                reading_is_collective=meets or (isinstance(loader, DealtLoader) and loader.must_go_in_step),
                 on_batch=after_batch,
             )
 
@@ -195,10 +201,8 @@ class Evaluator:
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._session.data_ranks)
-        # A metric of each batch gathers, and in a training the ranks exchange signals before each batch: a rank without
-        # one would take part in the one while the others are in the other.
-        by_batch = evaluation.plan.batch_metrics and evaluation.compute_metrics is not None
-        in_step = evaluation.in_step or (by_batch and self._watch is not None)
+        # A rank without a batch would take part in the one exchange while the others are in the other.
+        in_step = evaluation.in_step or self._meets_at_batches(evaluation)
         if isinstance(loader, DealtLoader) and not loader.own_parts:
             in_step = in_step or loader.must_go_in_step
             return loader.batches_in_step() if in_step else loader.batches_with_ids()
