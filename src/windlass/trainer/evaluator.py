@@ -64,7 +64,7 @@ class Evaluator:
         return attributes_of(self, _executor=executor)
 
     def interruptible(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
-        """Within the body, batches of evaluations pass through `watch`, which is told if ranks meet at each of them."""
+        """Within the body, batches pass through `watch`, which also receives if ranks meet at each one."""
         return attributes_of(self, _watch=watch)
 
     def _meets_at_batches(self, evaluation: Evaluation) -> bool:
