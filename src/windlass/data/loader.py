@@ -33,11 +33,9 @@ class Loader(DealtLoader):
 
     Subclasses give the reader of a pass, and the number of samples.
 
-    Attributes:
-        for_scripts: what plain iteration adds for the loop of a script, if anything.
-
     Args:
         passes_alike: every plain pass is that of epoch 0, as an evaluation needs.
+        for_scripts: what plain iteration adds for the loop of a script. The engine does not iterate plainly.
     """
 
     def __init__(
@@ -49,6 +47,7 @@ class Loader(DealtLoader):
         sampler: Any = None,
         *,
         passes_alike: bool = False,
+        for_scripts: ForScripts | None = None,
     ) -> None:
         workers = {"prefetch_factor": plan.prefetch_factor, "persistent_workers": plan.persistent_workers}
         super().__init__(
@@ -65,7 +64,7 @@ class Loader(DealtLoader):
         )
         self.batch, self.plan = batch, plan
         self.passes_alike, self._passes = passes_alike, 0
-        self.for_scripts: ForScripts | None = None
+        self._for_scripts = for_scripts
 
     @property
     def seed(self) -> int:
@@ -123,11 +122,11 @@ class Loader(DealtLoader):
         self._passes += 1
 
     def __iter__(self) -> Any:
-        if self.for_scripts is None:
+        if self._for_scripts is None:
             return (batch for _, batch in self.batches_with_ids())
         batch = self.batch
         watched = ScriptPass(batch.micro, batch.micro * batch.ranks, self.num_samples, batch.rank)
-        return self.for_scripts.batches(self._script_pass(self.for_scripts.data_ranks), watched)
+        return self._for_scripts.batches(self._script_pass(self._for_scripts.data_ranks), watched)
 
     def _script_pass(self, data_ranks: Gang) -> Iterator[DealtBatch]:
         """A plain pass of equally many batches on every rank."""
@@ -206,8 +205,11 @@ class MapLoader(Loader):
         collate: Collator,
         *,
         passes_alike: bool = False,
+        for_scripts: ForScripts | None = None,
     ) -> None:
-        super().__init__(dataset, batch, plan, collate, sampler=order, passes_alike=passes_alike)
+        super().__init__(
+            dataset, batch, plan, collate, order, passes_alike=passes_alike, for_scripts=for_scripts
+        )
         self._order = order
         self._whole = self._rows(1)  # counts samples; a reader cuts its own rows
         self._source = Source(Fetch(dataset, collate, plan.seed), plan)

@@ -14,6 +14,7 @@ from windlass.core.types import Collator
 from windlass.data.collate_pad import auto_collate
 from windlass.data.loader import Loader, MapLoader
 from windlass.data.order import SequentialOrder, as_order, build_order, refuse_order_of_stream
+from windlass.data.script_pass import ForScripts
 from windlass.data.stream_loader import StreamLoader
 
 
@@ -52,22 +53,31 @@ def build_train_loader(
 
 
 def build_eval_loader(
-    dataset: Any, *, plan: DataPlan, batch: BatchPlan, collate: Collator | None, sampler: Any = None
+    dataset: Any,
+    *,
+    plan: DataPlan,
+    batch: BatchPlan,
+    collate: Collator | None,
+    sampler: Any = None,
+    for_scripts: ForScripts | None = None,
 ) -> Loader:
     """The loader of an evaluation set: in order, every sample exactly once over all ranks, in batches of `batch.eval`.
 
     Nothing is padded or dropped (`plan.drop_last` is for training), so ranks may have different numbers of batches;
     `batches_with_ids` has the samples' positions. Every pass is the same, random transforms included. Errors as above.
+
+    Args:
+        for_scripts: how plain iteration, which is for a script's own loop, hands out batches.
     """
     collate = collate or auto_collate
     plan = dataclasses.replace(plan, drop_last=False, purpose="evaluation")
     batch = dataclasses.replace(batch, micro=batch.eval, accumulation=1)
     if is_stream(dataset):
         _refuse_sampler_of_stream(sampler)
-        return StreamLoader(dataset, batch, plan, collate, passes_alike=True)
+        return StreamLoader(dataset, batch, plan, collate, passes_alike=True, for_scripts=for_scripts)
     _refuse_unreadable(dataset, needs_length=sampler is None)
     order = SequentialOrder(len(dataset), plan.seed) if sampler is None else as_order(sampler, plan.seed)
-    return MapLoader(dataset, order, batch, plan, collate, passes_alike=True)
+    return MapLoader(dataset, order, batch, plan, collate, passes_alike=True, for_scripts=for_scripts)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -17,6 +17,7 @@ from windlass.data.loader import Loader
 from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.order import known_length
 from windlass.data.same_stream import splits_itself
+from windlass.data.script_pass import ForScripts
 from windlass.data.stream import RowCutter, SharedStream
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang
@@ -33,9 +34,16 @@ class StreamLoader(Loader):
     """
 
     def __init__(
-        self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator, *, passes_alike: bool = False
+        self,
+        dataset: Any,
+        batch: BatchPlan,
+        plan: DataPlan,
+        collate: Collator,
+        *,
+        passes_alike: bool = False,
+        for_scripts: ForScripts | None = None,
     ) -> None:
-        super().__init__(dataset, batch, plan, collate, passes_alike=passes_alike)
+        super().__init__(dataset, batch, plan, collate, passes_alike=passes_alike, for_scripts=for_scripts)
         self._data_ranks, self._sizes = Gang(), [known_length(dataset)]
         self._stream = self._opened(batch.ranks > 1 and splits_itself(dataset))
         self._dispatched: Dispatched | None = None  # once the ranks have met

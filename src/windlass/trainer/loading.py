@@ -87,10 +87,12 @@ class EvaluationLoaders:
         if kept and kept[1] == settings and all(map(operator.is_, kept[0], given)):
             loader = kept[2]
         else:
-            loader = build_eval_loader(dataset, plan=data, batch=batch, collate=collate, sampler=sampler)
+            scripts = self._for_scripts
+            loader = build_eval_loader(
+                dataset, plan=data, batch=batch, collate=collate, sampler=sampler, for_scripts=scripts
+            )
         if largest is not None and largest < loader.batch.micro:
             loader.resize(largest, 1)
-        loader.for_scripts = self._for_scripts
         if name is not None and sampler is None and data.workers and data.persistent_workers:
             self._kept[name] = given, settings, loader
         return loader

@@ -86,10 +86,9 @@ class Run(Interruptible):
 
     def _new_loop(self, source: GroupSource) -> Loop:
         plan, context = self.context.plan, self.context
-        # A loss of the script's may communicate, as contrastive losses do: ranks make equally many of them.
-        settings = context.services.loss.settings
-        watched = settings.watched or settings.exchanges
-        in_step = self.executor.strategy.sharded or plan.dist.reduce_each or watched
+        # A loss of the script's may communicate unseen, as contrastive losses do: ranks make equally many of them.
+        watched = context.services.loss.settings.watched
+        in_step = context.forwards_meet or plan.dist.reduce_each or watched
         feed = Feed(source, self.fitter.size.accumulation, context.all_ranks, in_step)
         options = LoopOptions(
             epochs=plan.duration.epochs,
