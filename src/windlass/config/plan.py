@@ -310,7 +310,7 @@ class DataPlan:
     # Seconds without a batch after which a worker is an error; 0 waits without a limit
     worker_timeout: float = 0
     start_timeout: float = 30.0  # seconds after which a forked worker that has not started is replaced
-    purpose: str = "training"  # what the data is for, in messages
+    purpose: Literal["training", "evaluation", "a prepared loader"] = "training"
     dispatch: bool = False  # the main process alone reads streams, and sends the other ranks their batches
     restart_epoch: bool = False  # a resumed run begins its epoch again, instead of continuing at its position
     drop_last: bool = False

@@ -34,7 +34,6 @@ class Loader(DealtLoader):
     Subclasses give the reader of a pass, and the number of samples.
 
     Args:
-        passes_alike: every plain pass is that of epoch 0, as an evaluation needs.
         for_scripts: what plain iteration adds for the loop of a script. The engine does not iterate plainly.
     """
 
@@ -46,7 +45,6 @@ class Loader(DealtLoader):
         collate: Collator,
         sampler: Any = None,
         *,
-        passes_alike: bool = False,
         for_scripts: ForScripts | None = None,
     ) -> None:
         workers = {"prefetch_factor": plan.prefetch_factor, "persistent_workers": plan.persistent_workers}
@@ -63,8 +61,13 @@ class Loader(DealtLoader):
             **(workers if plan.workers else {}),
         )
         self.batch, self.plan = batch, plan
-        self.passes_alike, self._passes = passes_alike, 0
+        self._passes = 0
         self._for_scripts = for_scripts
+
+    @property
+    def passes_alike(self) -> bool:
+        """True if every plain pass is that of epoch 0, as an evaluation needs."""
+        return self.plan.purpose == "evaluation"
 
     @property
     def seed(self) -> int:
@@ -204,17 +207,14 @@ class MapLoader(Loader):
         plan: DataPlan,
         collate: Collator,
         *,
-        passes_alike: bool = False,
         for_scripts: ForScripts | None = None,
     ) -> None:
-        super().__init__(
-            dataset, batch, plan, collate, order, passes_alike=passes_alike, for_scripts=for_scripts
-        )
+        super().__init__(dataset, batch, plan, collate, order, for_scripts=for_scripts)
         self._order = order
         self._whole = self._rows(1)  # counts samples; a reader cuts its own rows
         self._source = Source(Fetch(dataset, collate, plan.seed), plan)
         # An evaluation of nothing is reported when it runs.
-        if not passes_alike and not self._length(0):
+        if not self.passes_alike and not self._length(0):
             raise DataError(self._nothing())
 
     def _nothing(self) -> str:

@@ -74,10 +74,10 @@ def build_eval_loader(
     batch = dataclasses.replace(batch, micro=batch.eval, accumulation=1)
     if is_stream(dataset):
         _refuse_sampler_of_stream(sampler)
-        return StreamLoader(dataset, batch, plan, collate, passes_alike=True, for_scripts=for_scripts)
+        return StreamLoader(dataset, batch, plan, collate, for_scripts=for_scripts)
     _refuse_unreadable(dataset, needs_length=sampler is None)
     order = SequentialOrder(len(dataset), plan.seed) if sampler is None else as_order(sampler, plan.seed)
-    return MapLoader(dataset, order, batch, plan, collate, passes_alike=True, for_scripts=for_scripts)
+    return MapLoader(dataset, order, batch, plan, collate, for_scripts=for_scripts)
 
 
 def is_stream(dataset: Any) -> bool:

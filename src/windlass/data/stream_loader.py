@@ -40,10 +40,9 @@ class StreamLoader(Loader):
         plan: DataPlan,
         collate: Collator,
         *,
-        passes_alike: bool = False,
         for_scripts: ForScripts | None = None,
     ) -> None:
-        super().__init__(dataset, batch, plan, collate, passes_alike=passes_alike, for_scripts=for_scripts)
+        super().__init__(dataset, batch, plan, collate, for_scripts=for_scripts)
         self._data_ranks, self._sizes = Gang(), [known_length(dataset)]
         self._stream = self._opened(batch.ranks > 1 and splits_itself(dataset))
         self._dispatched: Dispatched | None = None  # once the ranks have met
