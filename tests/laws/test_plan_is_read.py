@@ -256,7 +256,6 @@ NO_USE = {
     "DataPlan.in_order": "workers",
     "DataPlan.length_column": "an order by length",
     "DataPlan.multiprocessing_context": "workers",
-    "DataPlan.purpose": "workers",
     "DataPlan.start_timeout": "workers",
     "DataPlan.worker_init": "workers",
     "DataPlan.worker_timeout": "workers",
