@@ -5,7 +5,7 @@ from windlass.compat.checkpoint_folders import (
     sort_checkpoints as sort_checkpoints,
 )
 from windlass.compat.fitting_batch import find_executable_batch_size as find_executable_batch_size
-from windlass.compat.memory_stages import TrainerMemoryTracker as TrainerMemoryTracker
+from windlass.trainer.memory_stages import TrainerMemoryTracker as TrainerMemoryTracker
 from windlass.compat.model_queries import (
     align_special_tokens as align_special_tokens, check_target_module_exists as check_target_module_exists,
     is_peft_model as is_peft_model, unwrap_peft_model as unwrap_peft_model,

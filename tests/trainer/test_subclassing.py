@@ -237,17 +237,19 @@ def test_metrics_of_a_loss_without_labels_on_two_ranks(tmp_path: Path) -> None:
 
 def test_copies_of_their_steps_and_evaluation_run_here(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="whose methods scripts copy")
-    names = "evaluation_loop", "prediction_step", "training_step", "compute_loss"
+    names = "evaluate", "predict", "evaluation_loop", "prediction_step", "training_step", "compute_loss"
     copied = type("Copied", (Trainer,), {name: getattr(transformers.Trainer, name) for name in names})
     reported = []
     for kind in Trainer, copied:
-        args = arguments(tmp_path / kind.__name__, eval_strategy="steps", eval_steps=2, max_steps=4)
+        options: Any = {"eval_strategy": "steps", "eval_steps": 2, "skip_memory_metrics": False}
+        args = arguments(tmp_path / kind.__name__, max_steps=4, **options)
         trainer = kind(Net(), args, train_dataset=rows(8), eval_dataset=rows(5))
         trainer.compute_metrics = lambda p: {"sum": float(p.predictions.sum())}
         trainer.train()
-        logged = [x for x in trainer.state.log_history if "eval_loss" in x]
+        logged = trainer.state.log_history
+        assert "train_mem_cpu_alloc_delta" in logged[-1], "an evaluation within it does not end its stage"
         reported.append([*logged, {"rows": len(trainer.predict(rows(5)).predictions)}])
     ours, theirs = reported
     for one, other in zip(ours, theirs, strict=True):
-        for name in {"eval_loss", "eval_sum", "rows"} & one.keys():
+        for name in {"eval_loss", "eval_sum", "train_loss", "rows"} & one.keys():
             assert other[name] == pytest.approx(one[name], rel=1e-6), name

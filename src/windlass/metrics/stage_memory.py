@@ -68,11 +68,14 @@ class StageMemory:
 
     Memory of the process is counted on Linux only. If the system cannot reset its peak, one that stays below an earlier
     peak is reported as the larger of the memory at both ends.
+
+    Attributes:
+        stage: the one that is measured; None between stages.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stage: str | None = None
+        self.stage: str | None = None
         self._begin: dict[str, int] = {}
         self._earlier_peaks: dict[str, int] = {}
         self._stale_peak = 0
@@ -89,7 +92,7 @@ class StageMemory:
         gc.collect()
         reset_device_peak(self._device)
         _reset_process_peak()
-        self._stage, self._begin = stage, self._in_use()
+        self.stage, self._begin = stage, self._in_use()
         self._earlier_peaks = {}
         self._stale_peak = process_peak_bytes() or 0
 
@@ -100,12 +103,12 @@ class StageMemory:
             `{stage}_mem_{cpu|gpu}_alloc_delta` and `..._peaked_delta` (above the end) in bytes, if this stage was
             measured; with the first one those of the construction and `before_init_mem_{cpu|gpu}`.
         """
-        if stage != self._stage:
+        if stage != self.stage:
             return {}
         peaks = self._peaks()
         # Memory in cycles is not in use, and would be counted as what the stage keeps.
         gc.collect()
-        self._stage, metrics = None, dict[str, float]()
+        self.stage, metrics = None, dict[str, float]()
         for kind, now in self._in_use().items():
             peak = max(peaks.get(kind, 0), self._earlier_peaks.get(kind, 0), self._begin[kind])
             metrics[f"{stage}_mem_{kind}_alloc_delta"] = now - self._begin[kind]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from windlass.trainer import instead as instead
     from windlass.trainer import interruption as interruption
     from windlass.trainer import loading as loading
+    from windlass.trainer import memory_stages as memory_stages
     from windlass.trainer import model_writer as model_writer
     from windlass.trainer import optimization as optimization
     from windlass.trainer import overview as overview

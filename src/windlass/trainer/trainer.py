@@ -33,6 +33,7 @@ from windlass.trainer.lazy_modules import (
     instead,
     interruption,
     loading,
+    memory_stages,
     model_writer,
     optimization,
     overview,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from windlass.search.search import ChosenTrial, TrialWatch
     from windlass.trainer.instead import RunRequest
     from windlass.trainer.interruption import Interruption
+    from windlass.trainer.memory_stages import TrainerMemoryTracker
     from windlass.trainer.model_writer import ModelWriter, WrittenBeside
     from windlass.trainer.plans import Plans
     from windlass.trainer.run import Run
@@ -1224,6 +1226,11 @@ class Trainer:
     ) -> tuple[Callable[..., Any], Any]:
         """A context without effect, and `inputs`, for copied steps: the engine divides rows itself."""
         return contextlib.nullcontext, inputs
+
+    @functools.cached_property
+    def _memory_tracker(self) -> TrainerMemoryTracker:
+        """Measures the stages of copied methods: `evaluate` and `predict` measure theirs by the session."""
+        return memory_stages.TrainerMemoryTracker(self.args.skip_memory_metrics, memory=self._session.memory)
 
     def store_flos(self) -> None:
         """Kept for scripts that call it; `state.total_flos` is current after every update."""

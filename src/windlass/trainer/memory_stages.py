@@ -19,6 +19,7 @@ class TrainerMemoryTracker:
 
     Args:
         skip_memory_metrics: measure nothing.
+        memory: what measures; a stage that it measures for others goes on. None: one of its own.
 
     Attributes:
         cur_stage: the stage that is measured; None between stages.
@@ -31,11 +32,11 @@ class TrainerMemoryTracker:
         "predict": "test",
     }
 
-    def __init__(self, skip_memory_metrics: bool = False) -> None:
+    def __init__(self, skip_memory_metrics: bool = False, *, memory: StageMemory | None = None) -> None:
         self.skip_memory_metrics = skip_memory_metrics or sys.platform != "linux"
         self.cur_stage: str | None = None
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self._memory = StageMemory(device or torch.device("cpu"))
+        self._memory = memory or StageMemory(device or torch.device("cpu"))
         self._figures: dict[str, float] = {}
 
     def start(self) -> None:
@@ -44,7 +45,7 @@ class TrainerMemoryTracker:
             return
         clear_device_cache()
         self.cur_stage = stage
-        self._memory.begin(stage)
+        self._memory.begin(stage, within=self._memory.stage not in (None, stage))
 
     def stop(self, stage: str) -> None:
         """End `stage`, if it is the one that is measured."""

@@ -12,7 +12,7 @@ import pytest
 from tests.dist.launch import run_script
 from transformers.trainer_utils import TrainerMemoryTracker as Reference
 
-from windlass.compat.memory_stages import TrainerMemoryTracker
+from windlass.trainer.memory_stages import TrainerMemoryTracker
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory of the process is counted on Linux")
 MIB = 2**20
