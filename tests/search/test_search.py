@@ -256,6 +256,35 @@ def test_another_objective_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=1, backend="random", **other)
 
 
+class Counting:
+    """An objective that depends on the number of its calls."""
+
+    calls = 0
+
+    def __call__(self, metrics: dict[str, float]) -> float:
+        self.calls += 1
+        return metrics["eval_loss"] + self.calls
+
+
+def test_an_objective_with_a_state_and_what_else_changed_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    optuna = pytest.importorskip("optuna", reason="whose samplers are chosen")
+    for changes, sampler in ({}, "RandomSampler"), ({"weight_decay": 0.5, "log_level": "info"}, "TPESampler"):
+        caplog.clear()
+        trainer, objective = trainer_of(tmp_path, **changes), Counting()
+        options = {"sampler": getattr(optuna.samplers, sampler)(), "backend": "optuna"}
+        trainer.hyperparameter_search({"learning_rate": [0.1, 0.2]}, objective, 1 + bool(changes), **options)
+        assert objective.calls == 3, (
+            "two reports and the end of the trial: what is compared is made by a copy"
+        )
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "compute_objective keeps a state between its calls" in said
+    assert "weight_decay: 0.5 != 0.0 (of the trials so far)" in said
+    assert 'sampler: "TPESampler" != "RandomSampler"' in said
+    assert said.count("(of the trials so far)") == 2, said
+
+
 def test_a_search_with_tuples_is_continued(tmp_path: Path) -> None:
     seen: list[Any] = []
 

@@ -10,7 +10,7 @@ from windlass.search.study import FILE_NAME, Record, Study
 
 
 def study_of(folder: Path, *values: list[float], directions: tuple[str, ...] = ("minimize",)) -> Study:
-    study = Study(folder, directions, "random")
+    study = Study(folder, directions, "random", {})
     study.trials = [
         Record(number, f"run-{number}", {"lr": 0.1}, "complete" if one else "failed", one)
         for number, one in enumerate(values)
@@ -23,7 +23,7 @@ def test_the_file_has_everything(tmp_path: Path) -> None:
     written = study_of(tmp_path, [0.5], [], [0.25])
     written.trials[0].reports = {4: 0.75}
     written.save()
-    assert Study(tmp_path, ("minimize",), "random").trials == written.trials
+    assert Study(tmp_path, ("minimize",), "random", {}).trials == written.trials
 
 
 def test_the_best(tmp_path: Path) -> None:
@@ -41,9 +41,9 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"is another search, with backend='random', direction=\['minimize'\]"
     ):
-        Study(tmp_path, ("maximize",), "random")
+        Study(tmp_path, ("maximize",), "random", {})
     with pytest.raises(ConfigError, match="another search"):
-        Study(tmp_path, ("minimize",), "grid")
+        Study(tmp_path, ("minimize",), "grid", {})
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"trials": 3}', "NAN", "LINK"])
@@ -60,4 +60,4 @@ def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
     else:
         path.write_text(damage)
     with pytest.raises(DataError, match=FILE_NAME):
-        Study(tmp_path, ("minimize",), "random")
+        Study(tmp_path, ("minimize",), "random", {})

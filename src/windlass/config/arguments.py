@@ -230,6 +230,26 @@ class Helpers(Fields):
         return {k: v if type(v) in (bool, int, float, str) else str(v) for k, v in values.items()}
 
 
+# Arguments that may differ from those of an earlier process without a warning.
+FREE_TO_DIFFER = frozenset(
+    {
+        "output_dir",
+        "resume_from_checkpoint",
+        "disable_tqdm",
+        "log_level",
+        "log_level_replica",
+        "push_to_hub",
+        "hub_model_id",
+        "hub_token",
+        "hub_private_repo",
+        "hub_strategy",
+        "hub_always_push",
+        "hub_revision",
+        "hub_wait",
+    }
+)
+
+
 def placeholder(name: str) -> str:
     """What replaces the secret `name` in written arguments."""
     return f"<{name.upper()}>"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
-from windlass.config.arguments import TrainingArguments
+from windlass.config.arguments import FREE_TO_DIFFER, TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.values import hints, members
 from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError, first_line, refuse
@@ -192,17 +192,25 @@ class Search:
         settings: what to search, and how.
         output_path: of the search: a study in this folder is continued.
         all_ranks: all processes of the job.
+        arguments: of every trial, but for those that the space names.
 
     Raises:
         ConfigError: the folder is a URL.
     """
 
-    def __init__(self, settings: SearchSettings, output_path: str, all_ranks: Gang) -> None:
+    def __init__(
+        self, settings: SearchSettings, output_path: str, all_ranks: Gang, arguments: Mapping[str, Any]
+    ) -> None:
         if is_url(output_path):
             fix = "a search is continued from its study, which is not uploaded: set it to a folder of this machine"
             raise ConfigError(Problem("output_dir", output_path, fix))
         self._settings, self._ranks, self._folder = settings, all_ranks, Path(output_path)
         self._is_main = all_ranks.rank == 0
+        self._setup = {
+            **{name: value for name, value in arguments.items() if name.split(".")[-1] not in FREE_TO_DIFFER},
+            **settings.chosen_by(),
+            "number of processes": all_ranks.size,
+        }
         self._study: Study | None = None  # these three on the main process
         self._sampler: Sampler | None = None
         self._trial: Any = None
@@ -262,8 +270,10 @@ class Search:
         except FolderInUse as error:
             fix = f"another search is writing to it ({error.holder}): wait for it or end it, or choose another folder"
             raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
-        self._study = Study(self._folder, self._settings.directions, self._settings.name)
+        setup = {name: json.dumps(value, default=str, sort_keys=True) for name, value in self._setup.items()}
+        self._study = Study(self._folder, self._settings.directions, self._settings.name, setup)
         self._check_objective(self._study)
+        self._warn_of_changes(self._study, setup)
         self._sampler = self._settings.sampler(self._study)
         if over := sum(record.state != "running" for record in self._study.trials):
             logger.warning("%s: continuing a search, of which %d trials are over", self._study.path, over)
@@ -271,12 +281,30 @@ class Search:
     def _check_objective(self, study: Study) -> None:
         """Refuse another objective than that of the trials so far, with which new ones would be compared."""
         for record in study.trials:
-            if record.metrics and (values := self._settings.objectives(record.metrics)) != record.values:
+            values = self._settings.repeatable_objectives(record.metrics) if record.metrics else record.values
+            if values is None:
+                said = "compute_objective keeps a state between its calls, which is not that of the trials so far"
+                logger.warning("%s: %s; new trials are compared with them all the same", study.path, said)
+                return
+            if values != record.values:
                 fix = (
                     f"makes of the metrics of trial {record.number} another objective than {study.path} has, "
                 )
                 fix += f"{record.values}: restore it, or set another output_dir"
                 raise ConfigError(Problem("compute_objective", values, fix))
+
+    def _warn_of_changes(self, study: Study, setup: Mapping[str, str]) -> None:
+        """Warn of what trials had in common and new ones have not: they are compared as if only the space differed."""
+        searched = {name for record in study.trials for name in record.params}
+        lines = [
+            f"{name}: {setup.get(name)} != {study.setup.get(name)} (of the trials so far)"
+            for name in sorted({*setup, *study.setup} - searched)
+            if setup.get(name) != study.setup.get(name)
+        ]
+        if lines:
+            logger.warning(
+                "%s: new trials differ in more than the space:\n  %s", study.path, "\n  ".join(lines)
+            )
 
     def _propose(self, number: int) -> dict[str, Any] | None:
         study, sampler = self._parts()

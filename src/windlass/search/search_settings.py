@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,14 @@ class SearchSettings:
         given = self.direction if isinstance(self.direction, list | tuple) else [self.direction]
         return [str(getattr(direction, "value", direction)) for direction in given]
 
+    def chosen_by(self) -> dict[str, Any]:
+        """The options of the backend that choose and end trials; of an object its class."""
+        given = {name: self.options.get(name) for name in ("sampler", "pruner")}
+        return {
+            name: value if value is None or isinstance(value, str) else type(value).__name__
+            for name, value in given.items()
+        }
+
     def sampler(self, study: Study) -> Sampler:
         """Return what chooses the values of a study's trials. Raises MissingDependencyError without optuna."""
         options = {name: value for name, value in self.options.items() if name != "n_jobs"}
@@ -213,6 +222,17 @@ class SearchSettings:
             fix = f"must return {count} number(s), one for each direction; the metrics are {names}"
             refuse([Problem("compute_objective", value, fix)])
         return [float(one) for one in values if one is not None]
+
+    def repeatable_objectives(self, metrics: dict[str, float]) -> list[float] | None:
+        """The objectives of a trial's metrics, made by a copy of `compute_objective`; None if they depend on calls
+        before, or its attributes change in a call: a later process would make others of the same metrics.
+        """
+        twin = replace(self, compute_objective=copy.copy(self.compute_objective))
+        owner = getattr(twin.compute_objective, "__self__", twin.compute_objective)
+        before = repr(getattr(owner, "__dict__", None))
+        first, second = twin.objectives(metrics), twin.objectives(metrics)
+        changes = repr(getattr(owner, "__dict__", None)) != before
+        return None if changes or repr(first) != repr(second) else first
 
 
 def _suggested(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -40,22 +40,32 @@ class Study:
         folder: of the search; a file of an earlier process is continued.
         directions: "minimize" or "maximize" for each objective.
         backend: what chooses the values.
+        setup: what trials have in common, name -> value. Of a file that holds it, `setup` is that of its first process.
 
     Raises:
         ConfigError: the folder holds a search with other directions or another backend.
         DataError: its file is damaged.
     """
 
-    def __init__(self, folder: Path, directions: Sequence[str], backend: str) -> None:
+    def __init__(
+        self, folder: Path, directions: Sequence[str], backend: str, setup: Mapping[str, str]
+    ) -> None:
         self.path = folder / FILE_NAME
         self.directions, self.backend = tuple(directions), backend
+        self.setup = dict(setup)
         self.trials = self._read() if os.path.lexists(self.path) else []
 
     def save(self) -> None:
         """Write the file. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         trials = [asdict(record) for record in self.trials]
-        content = {"format": FORMAT, "backend": self.backend, "directions": self.directions, "trials": trials}
+        content = {
+            "format": FORMAT,
+            "backend": self.backend,
+            "directions": self.directions,
+            "setup": self.setup,
+            "trials": trials,
+        }
         # Whole at any instant: a search that is killed while it writes continues from the file before.
         write_whole(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
@@ -86,6 +96,7 @@ class Study:
         try:
             content = json.loads(self.path.read_text("utf-8"))
             found = content["backend"], tuple(content["directions"])
+            self.setup = {str(k): str(v) for k, v in content.get("setup", self.setup).items()}
             trials = [_record(trial) for trial in content["trials"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{self.path} is damaged ({error}); remove it to start a new search") from error

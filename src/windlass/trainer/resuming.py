@@ -13,7 +13,7 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.opening import open_on_all, store_of_checkpoint
-from windlass.config.arguments import TrainingArguments
+from windlass.config.arguments import FREE_TO_DIFFER, TrainingArguments
 from windlass.config.plan import UpdateSize
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url
@@ -29,24 +29,6 @@ from windlass.trainer.run_folder import RunFolder
 
 logger = get_job_logger(__name__)
 
-# Arguments that may differ from the checkpoint's without a warning.
-_FREE_TO_DIFFER = frozenset(
-    {
-        "output_dir",
-        "resume_from_checkpoint",
-        "disable_tqdm",
-        "log_level",
-        "log_level_replica",
-        "push_to_hub",
-        "hub_model_id",
-        "hub_token",
-        "hub_private_repo",
-        "hub_strategy",
-        "hub_always_push",
-        "hub_revision",
-        "hub_wait",
-    }
-)
 # Arguments whose values are options in the optimizer's state, which continues as it was saved.
 _OF_OPTIMIZER = frozenset({"weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"})
 # Those whose values are in the state of a scheduler that counts its own steps.
@@ -176,7 +158,7 @@ def warn_of_changed_arguments(
                 "arguments that differ from the checkpoint's, and %s:\n  %s", what, "\n  ".join(lines)
             )
 
-    warn("replace them", (name for name in changed if name not in _FREE_TO_DIFFER | of_state))
+    warn("replace them", (name for name in changed if name not in FREE_TO_DIFFER | of_state))
     warn(
         "have no effect, because the optimizer's and the schedule's state continue with the saved ones",
         (name for name in changed if name in of_state),

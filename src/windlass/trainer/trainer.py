@@ -1293,7 +1293,7 @@ class Trainer:
         if self.model_init is None:
             fix = "is needed: each trial begins with a new model"
             raise ConfigError(Problem("model_init", None, fix))
-        search = Search(settings, self.args.output_path, self._session.all_ranks)
+        search = Search(settings, self.args.output_path, self._session.all_ranks, self.args.to_dict())
         best = [
             BestRun(one.name, one.values if len(one.values) > 1 else one.values[0], one.params)
             for one in search.run(self._run_trial)
