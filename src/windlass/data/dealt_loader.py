@@ -9,10 +9,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from windlass.core.errors import DataError
+from windlass.core.logs import get_logger
 from windlass.core.types import State
 from windlass.data.batch_reader import DealtBatch
 from windlass.data.bookmark import Bookmark
 from windlass.data.update_batch import GroupSource, UpdateBatch
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,6 +43,8 @@ class DealtLoader(DataLoader[Any], GroupSource):
     def __init__(self, dataset: Any, seed: int, **options: Any) -> None:
         super().__init__(dataset, **options)
         self._place = LoaderPosition(seed)
+        # Some rows of the data, which a checkpoint keeps with the position.
+        self._shown: list[list[int]] | None = None
 
     @property
     def epoch(self) -> int:
@@ -82,6 +87,19 @@ class DealtLoader(DataLoader[Any], GroupSource):
         place.epoch, place.bookmark = int(state["epoch"]), state.get("bookmark")
         place.consumed = place.resume = self.position_in(state)
         self._compare(state)
+        self._compare_rows(state.get("rows"))
+
+    def _compare_rows(self, then: list[list[int]] | None) -> None:
+        """Warn if the data has other rows than `then`, in the same places."""
+        now = self._shown
+        if now is None or then is None or now == then or [n for n, _ in now] != [n for n, _ in then]:
+            return
+        changed = [one[0] for one, other in zip(now, then, strict=True) if one != other]
+        logger.warning(
+            f"the dataset has other rows than when the checkpoint was written: of the rows {[n for n, _ in now]}, "
+            f"which are compared, {changed} differ. Reading continues at its position in the present ones; give the "
+            "dataset of then to train what an uninterrupted run would"
+        )
 
     def _reseed(self, seed: int) -> None:
         """Read with another seed from now on."""
@@ -148,7 +166,7 @@ class DealtLoader(DataLoader[Any], GroupSource):
 
     def _of_pass(self, epoch: int) -> State:
         """The entries of a position that stay the same in a pass, collected once; they may cost as much as a group."""
-        return {}
+        return {} if self._shown is None else {"rows": self._shown}
 
     def _position(self, of_pass: State) -> State:
         """The present position, with the entries of its pass."""

@@ -18,6 +18,7 @@ from windlass.data.fetch import Fetch
 from windlass.data.map_reader import MapReader
 from windlass.data.order import Order, RebalancedOrder
 from windlass.data.script_pass import ForScripts, ScriptPass
+from windlass.data.shown_rows import rows_to_keep
 from windlass.data.source import Source
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang
@@ -152,7 +153,7 @@ class Loader(DealtLoader):
 
     def _of_pass(self, epoch: int) -> State:
         # The length is that of `epoch`: to know the next epoch's, a sampler of the user would have to run.
-        return {"seed": self.seed, "length": self._length(epoch)}
+        return super()._of_pass(epoch) | {"seed": self.seed, "length": self._length(epoch)}
 
     def load_state_dict(self, state: State) -> None:
         self._passes = 0
@@ -214,8 +215,10 @@ class MapLoader(Loader):
         self._whole = self._rows(1)  # counts samples; a reader cuts its own rows
         self._source = Source(Fetch(dataset, collate, plan.seed), plan)
         # An evaluation of nothing is reported when it runs.
-        if not self.passes_alike and not self._length(0):
-            raise DataError(self._nothing())
+        if not self.passes_alike:
+            if not self._length(0):
+                raise DataError(self._nothing())
+            self._shown = rows_to_keep(dataset)
 
     def _nothing(self) -> str:
         count = len(self._order.of(0))

@@ -18,6 +18,7 @@ from windlass.data.dealt_loader import DealtLoader
 from windlass.data.order import known_length, ordering_parts
 from windlass.data.script_pass import Follower
 from windlass.data.seeding import Sandbox, set_epochs
+from windlass.data.shown_rows import rows_to_keep
 from windlass.dist.beacon import marked_reads
 
 logger = get_logger(__name__)
@@ -68,6 +69,7 @@ class PreparedLoader(DealtLoader):
         self._reader, self._rank, self._ranks = reader, rank, ranks
         self._non_blocking, self._restores_position = non_blocking, restores_position
         self._drops_last = _drops_last(loader)
+        self._shown = rows_to_keep(loader.dataset)
         self._skip = 0
         self._enter()
 
@@ -216,7 +218,7 @@ class PreparedLoader(DealtLoader):
         return self._position(self._of_pass(self.epoch))
 
     def _of_pass(self, epoch: int) -> State:
-        return {"seed": self._place.seed, "unit": self._reader.unit}
+        return super()._of_pass(epoch) | {"seed": self._place.seed, "unit": self._reader.unit}
 
     def _position(self, of_pass: State) -> State:
         return {**super()._position(of_pass), "bookmark": self._place.bookmark}

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from windlass.config.arguments import TrainingArguments, shared_arguments
 from windlass.config.plan import RunPlan
 from windlass.core.errors import RankMismatchError
-from windlass.data.bookmark import checksum
 from windlass.data.prepare import is_stream
-from windlass.data.seeding import Sandbox
+from windlass.data.shown_rows import is_table, shown_rows
 from windlass.dist.alike import check_alike, model_facts
 from windlass.dist.differences import differences
 from windlass.dist.gang import Gang
@@ -96,23 +95,13 @@ def _check_rows(trainer: Trainer, all_ranks: Gang, own_training: bool, own_evalu
 
 
 def _shown_rows(dataset: Any, args: TrainingArguments) -> str | None:
-    """The first, a middle and the last row as checksums; None if they cannot be read, or not alike twice."""
-    in_memory = isinstance(dataset, list | tuple) or hasattr(dataset, "select_columns")
-    if args.dataloader_num_workers and not in_memory:
+    """A few rows as checksums; None if they are not to be read now, cannot be read, or not alike twice."""
+    if args.dataloader_num_workers and not is_table(dataset):
         return None  # what reads them may open files that must not be open before the workers are forked
-    sandbox, places = Sandbox(), sorted({0, len(dataset) // 2, len(dataset) - 1})
-
-    def read() -> str:
-        with sandbox:
-            sandbox.seed(args.seed)
-            return ", ".join(f"{checksum(dataset[place]):08x}" for place in places)
-
-    try:
-        found = read()
-        return f"rows {places} with the checksums {found}" if read() == found else None
-    # What raises is the script's own code: the batch that reads such a row says so, with the row's number.
-    except Exception:
+    if (shown := shown_rows(dataset)) is None:
         return None
+    checksums = ", ".join(f"{found:08x}" for _, found in shown)
+    return f"rows {[place for place, _ in shown]} with the checksums {checksums}"
 
 
 def check_plan_alike(all_ranks: Gang, plan: RunPlan) -> None:
