@@ -26,6 +26,7 @@ ROOMS = ("config", "assemble", "recipes", "cli")
 DECLARATIONS = ("windlass.config.sections.", "windlass.config.parallel.rows_")
 
 LISTS = {
+    "windlass.config.arguments": "which of them may differ from those of an earlier process without a warning",
     "windlass.cli.print_config": "which of them a printed recipe has even at their defaults",
     "windlass.cli.dry_run": "what a rehearsal does otherwise than the run",
     "windlass.recipes.tiny": "what the tiny form of a recipe does otherwise than the recipe",

@@ -26,7 +26,7 @@ class HPSearchBackend(Choice):
 
 
 class BestRun(NamedTuple):
-    """The best run of a search: its name, its objective, its settings, and the search's own summary."""
+    """The best run of a search: the number of its trial, its objective, its settings, and the search's own summary."""
 
     run_id: str
     objective: float | list[float]

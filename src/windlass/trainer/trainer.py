@@ -1295,7 +1295,7 @@ class Trainer:
             raise ConfigError(Problem("model_init", None, fix))
         search = Search(settings, self.args.output_path, self._session.all_ranks, self.args.to_dict())
         best = [
-            BestRun(one.name, one.values if len(one.values) > 1 else one.values[0], one.params)
+            BestRun(str(one.number), one.values if len(one.values) > 1 else one.values[0], one.params)
             for one in search.run(self._run_trial)
         ]
         if not best:
