@@ -111,12 +111,26 @@ def test_experts_that_stay_frozen_are_named_with_the_way_to_train_them(
     assert not sum(".mlp.experts." in n for n, weight in model.named_parameters() if weight.requires_grad)
 
 
-def test_names_of_experts_are_targets() -> None:
+def test_names_of_experts_are_targets(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
     changes, _ = MIXTURES["qwen2_moe"]
     config = lora(target_modules=["q_proj", "experts.gate_up_proj"])
     model = add_adapter(mixture("qwen2_moe", **changes), config, [])
     assert _adapted_experts(model) == 4, "two matrices in each of two layers"
     assert config.target_parameters == ["experts.gate_up_proj"]
+    unknown = lora(target_modules=["q_proj"], target_parameters=["experts.gate_up"])
+    with pytest.raises(
+        ConfigError, match=r"target_parameters=\['experts\.gate_up'\]: matches no parameter of Qwen2"
+    ):
+        add_adapter(mixture("qwen2_moe", **changes), unknown, [])
+    unknown = lora(target_modules=["q_proj"], target_parameters=["experts.gate_up", "experts.gate_up_proj"])
+    add_adapter(mixture("qwen2_moe", **changes), unknown, [])
+    assert (
+        "target_parameters: no parameter of Qwen2MoeForCausalLM is named 'experts.gate_up'; the"
+        in caplog.text
+    )
     refused = lora(target_modules=["q_proj", "experts.gate_up_proj"], lora_dropout=0.1)
     with pytest.raises(ConfigError, match=r"lora_dropout=0\.0"):
         add_adapter(mixture("qwen2_moe", **changes), refused, [])

@@ -106,6 +106,7 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
     # As the script gave it, for a second adapter with the experts: peft writes its own findings into what it gets.
     given = copy.deepcopy(peft_config)
     adapted = _adapted(model, peft_config)
+    _check_parameters(adapted, peft_config)
     return _reach_experts(adapted, given) if every_layer else adapted
 
 
@@ -223,11 +224,24 @@ def _check_targets(model: nn.Module, peft_config: Any) -> None:
         _warn_of_missing(model, "modules_to_save", missing, "the others are trained as a whole")
 
 
+def _check_parameters(adapted: Any, peft_config: Any) -> None:
+    """Raise ConfigError if no parameter that is listed got an adapter; warn of each that did not."""
+    targets = getattr(peft_config, "target_parameters", None) or ()
+    missing = [
+        t for t in targets if not any(_ends(n, t) for n in adapted.base_model.targeted_parameter_names)
+    ]
+    if targets and len(missing) == len(targets):
+        fix = f"matches no parameter of {type(adapted.get_base_model()).__name__}; leave it out, or name parameters"
+        raise ConfigError(Problem("peft_config.target_parameters", list(targets), fix))
+    _warn_of_missing(adapted.get_base_model(), "target_parameters", missing, "the others get adapters")
+
+
 def _warn_of_missing(model: nn.Module, field: str, missing: list[str], others: str) -> None:
     if missing:
         logger.warning(
-            "peft_config.%s: no module of %s is named %s; %s",
+            "peft_config.%s: no %s of %s is named %s; %s",
             field,
+            "parameter" if field == "target_parameters" else "module",
             type(model).__name__,
             ", ".join(map(repr, sorted(missing))),
             others,
