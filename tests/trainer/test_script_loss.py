@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.trainer.script_loss_cases import (
     saving,
     weights_after,
 )  # fmt: skip
+from tests.trainer.small import Net, arguments, rows
 
 from windlass import LossTerms, ModelError, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError
@@ -247,6 +249,39 @@ def test_smoothing_that_a_scripts_loss_replaces_is_refused(code: str, folder: Pa
     with pytest.raises(ConfigError, match=rf"label_smoothing_factor=0\.1.*has no effect: {replaced}"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+class WithLoss(Net):
+    """A model that keeps its loss, which it does not have to call to be asked for its options."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.ce = torch.nn.CrossEntropyLoss(**given)
+
+
+@pytest.mark.parametrize("given", [{"weight": torch.ones(3)}, {"ignore_index": 9}])
+def test_smoothing_that_drops_options_of_a_models_loss_is_refused(
+    given: dict[str, Any], folder: Path
+) -> None:
+    trainer = Trainer(WithLoss(**given), arguments(folder, label_smoothing_factor=0.1), train_dataset=rows(8))
+    with pytest.raises(
+        ConfigError, match=rf"label_smoothing_factor=0\.1: replaces .* {'|'.join(given)}.* of its 'ce'"
+    ):
+        trainer.train()
+
+
+def test_labels_that_a_models_loss_ignores_and_that_are_counted_are_named(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+    for given in ({"ignore_index": 9}, {}):
+        caplog.clear()
+        Trainer(
+            WithLoss(**given), arguments(folder / str(len(given)), max_steps=1), train_dataset=rows(8)
+        ).train()
+        assert ("'ce' of the model ignores labels of 9, which are counted as targets" in caplog.text) is bool(
+            given
+        )
 
 
 def test_an_override_that_smooths_or_calls_what_does_is_not(folder: Path) -> None:

@@ -60,7 +60,7 @@ from windlass.trainer.resuming import (
 from windlass.trainer.run import Run
 from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_folder import RunFolder
-from windlass.trainer.script_loss import check_smoothing
+from windlass.trainer.script_loss import check_loss_modules, check_smoothing
 from windlass.trainer.services import Services
 from windlass.transforms.strategy import Strategy
 
@@ -135,6 +135,8 @@ def begin_call(
     services.loss.adopt(settings, bound)
     if stage == "train":
         check_smoothing(settings.smoothing, bound.compute_loss, settings.function)
+        if not settings.of_script:
+            check_loss_modules(trainer.model, settings.smoothing, settings.default_count)
     if not trainer.is_in_train:  # an evaluation within training was compared with the run, and has its plan
         overridden = replaced(trainer, *WATCHED)
         check_call_alike(trainer, session.all_ranks, call, overridden, resume)

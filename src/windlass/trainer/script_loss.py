@@ -239,6 +239,29 @@ def check_smoothing(
     raise ConfigError(Problem("label_smoothing_factor", smoothing, fix))
 
 
+def check_loss_modules(model: nn.Module, smoothing: float, counts_by_default: bool) -> None:
+    """Raise ConfigError if smoothing takes the place of a model's loss with options of its own; warn of labels that
+    such a loss ignores and that are counted as targets.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.CrossEntropyLoss, nn.NLLLoss)):
+            continue
+        ignored = module.ignore_index
+        options = {"weight": module.weight is not None, f"ignore_index={ignored}": ignored != -100}
+        own = ", ".join(option for option, differs in options.items() if differs)
+        if smoothing and own:
+            fix = f"replaces the loss of the model, and so {own} of its {name!r}: smooth there (label_smoothing of "
+            fix += f"torch.nn.{type(module).__name__}, or a loss of your own), or set it to 0"
+            raise ConfigError(Problem("label_smoothing_factor", smoothing, fix))
+        if counts_by_default and ignored != -100:
+            logger.warning(
+                "%r of the model ignores labels of %d, which are counted as targets: micro-batches and ranks with "
+                "more of them get too much weight; make these labels -100, or override count_targets",
+                name,
+                ignored,
+            )
+
+
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
