@@ -6,6 +6,8 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import ismethod
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -227,8 +229,12 @@ class SearchSettings:
         """The objectives of a trial's metrics, made by a copy of `compute_objective`; None if they depend on calls
         before, or its attributes change in a call: a later process would make others of the same metrics.
         """
-        twin = replace(self, compute_objective=copy.copy(self.compute_objective))
-        owner = getattr(twin.compute_objective, "__self__", twin.compute_objective)
+        given = self.compute_objective
+        # A copied method would still be that of the script's own object.
+        owner = copy.copy(given.__self__ if ismethod(given) else given)
+        twin = replace(
+            self, compute_objective=MethodType(given.__func__, owner) if ismethod(given) else owner
+        )
         before = repr(getattr(owner, "__dict__", None))
         first, second = twin.objectives(metrics), twin.objectives(metrics)
         changes = repr(getattr(owner, "__dict__", None)) != before
