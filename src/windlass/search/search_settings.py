@@ -231,7 +231,7 @@ class SearchSettings:
         """
         given = self.compute_objective
         # A copied method would still be that of the script's own object.
-        owner = copy.copy(given.__self__ if ismethod(given) else given)
+        owner: Any = copy.copy(given.__self__ if ismethod(given) else given)
         twin = replace(
             self, compute_objective=MethodType(given.__func__, owner) if ismethod(given) else owner
         )
