@@ -4,6 +4,8 @@ Every public name is here: `from windlass import Trainer, TrainingArguments`. Na
 `import windlass` does not import torch.
 """
 
+# Imported here for what it notes of this moment.
+from windlass.core import started as started
 from windlass.core.lazy import lazy_names
 from windlass.core.tracebacks import install
 

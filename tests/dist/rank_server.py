@@ -37,6 +37,7 @@ from typing import Any
 from tests.dist.launch import started_by
 from tests.large_pages import keep_large_pages
 
+from windlass.core import started
 from windlass.core.tracebacks import report_uncaught
 
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL for the ranks that are left when one has failed
@@ -128,6 +129,7 @@ def _fork(rank: int, request: dict[str, Any], meeting: dict[str, str]) -> int:
         os.setsid()
         _redirect(request.get("told", os.devnull), request["said"])
         os.chdir(request["cwd"])
+        started.FOLDER = request["cwd"]
         os.environ.clear()
         os.environ.update(request["environ"])
         if request["world"]:

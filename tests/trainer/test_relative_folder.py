@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from tests.search.searches import trainer_of as search_of
 from tests.trainer.background_cases import trainer_of
 
 from windlass import TrainerCallback, TrainingArguments
+from windlass.callbacks.run_view import read_run
+from windlass.cli.run_status import status_of_run
+from windlass.core import started
 
 
 class Moves(TrainerCallback):
@@ -67,6 +71,22 @@ def test_a_run_writes_and_resumes_where_its_folder_was_named(places: tuple[Path,
     moved.train(resume_from_checkpoint=True)
     assert Path(moved.state.best_model_checkpoint).parent == there / "moved"
     assert os.listdir(here) == []
+
+
+def test_the_command_that_resumes_is_typed_where_the_script_was_started(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = places
+    monkeypatch.setattr(started, "FOLDER", str(here))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    os.chdir(there)
+    trainer_of(Path("out"), max_steps=2).train(resume_from_checkpoint="auto")
+    resume = status_of_run(read_run(there / "out"))["resume"]
+    assert resume["command"] == f"cd {here} && python train.py"
+    assert "was moved" not in resume["needs"]
+    (there / "out").rename(there / "moved")
+    resume = status_of_run(read_run(there / "moved"))["resume"]
+    assert f"the run was moved: its output_dir is {there / 'moved'} now" in resume["needs"]
 
 
 def test_where_arguments_take_a_relative_path_to_start(places: tuple[Path, Path]) -> None:

@@ -26,6 +26,7 @@ from windlass.callbacks.rows import as_json
 from windlass.config.arguments import TrainingArguments, describe, settings_beside, source_of
 from windlass.config.parallel.sources import from_environment
 from windlass.config.parallel.table import KEYS
+from windlass.core import started
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
@@ -108,7 +109,7 @@ class RunRecord:
                 "settings": settings_of(self._args),
                 "data": dict(data()),
                 "environment": environment(),
-                "process": {**_process(), "needs": self._needs},
+                "process": {**_process(), "output": self._args.output_path, "needs": self._needs},
             }
             self._record = {
                 "max_steps": max_steps,
@@ -364,7 +365,7 @@ def _process() -> dict[str, Any]:
     return {
         "arguments": redact_command(sys.argv),
         "launcher": redact_command(launched) if isinstance(launched, list) else [],
-        "folder": str(Path.cwd()),
+        "folder": started.FOLDER,
         "processes": world.size,
         "machines": world.machines,
         "processes_per_machine": world.local_size,

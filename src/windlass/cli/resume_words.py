@@ -107,7 +107,7 @@ def resume_recorded(
     if any(HIDDEN in word for word in command):
         needs.append(f"put back the secrets that are shown as {HIDDEN}")
     folder = process.get("folder")
-    place = f"cd {shlex.quote(folder)} && " if isinstance(folder, str) else ""
+    place = f"cd {shlex.quote(folder)} && " if isinstance(folder, str) and folder else ""
     return place + shlex.join(command), "; ".join(needs)
 
 

@@ -88,7 +88,9 @@ def _moved_to(view: RunView) -> Path | None:
     """Return the run's folder if the recorded command would look for it elsewhere. None too if the working directory of
     that command is not on this machine, which may see the folders of another one or of a container.
     """
-    output, base = view.arguments.get("output_dir"), view.process.get("folder")
+    base = view.process.get("folder")
+    # Records of before have no path of the folder; a script did not change its directory, then.
+    output = view.process.get("output", view.arguments.get("output_dir"))
     if not isinstance(output, str) or not isinstance(base, str) or is_url(output) or not os.path.isdir(base):
         return None
     here = os.path.realpath(view.folder)
