@@ -128,7 +128,7 @@ def test_what_a_recorded_script_needs_to_resume(
     record = json.loads((run / "run.json").read_text())
     assert record["process"]["needs"] == "script", "its train() was called without an argument"
     record["process"] |= {"arguments": ["train.py", "--lr", "1"], "needs": needs}
-    record["arguments"]["output_dir"] = str(run)
+    record["process"]["output"] = str(run)
     (run / "run.json").write_text(json.dumps(record))
     found = status(run, capsys)["resume"]
     assert found["command"].endswith(f"python {end}")
@@ -150,6 +150,9 @@ def test_a_run_that_was_moved_is_resumed_where_it_is(
     record = json.loads((run / "run.json").read_text())
     record["process"] |= {"folder": str(run.parent), "arguments": ["windlass", *words]}
     record["arguments"]["output_dir"] = run.name
+    record["process"]["output"] = str(run)
+    if "a.yaml" not in words:  # as records of before
+        del record["process"]["output"]
     (run / "run.json").write_text(json.dumps(record))
     assert "NOW" not in status(run, capsys)["resume"]["command"].replace(str(run), "NOW")
     moved = run.rename(run.with_name("moved"))
