@@ -25,17 +25,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_recipe_is_searched_and_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "shakespeare", "data.train=text.txt", "--tiny", "--search", "space.yaml"]
+    words.append("training.run_name=s3://me:hunter2@host/name")
     assert main([*words, "--output-dir", "runs/search"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("best  ")
     best = lines[-1].split("=")[1]
-    trials = json.loads((folder / "runs" / "search" / "search.json").read_text())["trials"]
+    written = (folder / "runs" / "search" / "search.json").read_text()
+    assert "@host/name" in written
+    assert "hunter2" not in written
+    trials = json.loads(written)["trials"]
     assert [trial["params"]["training.learning_rate"] for trial in trials] == [1e-3, 1e-2]
     assert float(best) == min(trials, key=lambda trial: trial["values"])["params"]["training.learning_rate"]
     assert (folder / "runs" / "search" / "run-1" / "checkpoint-4").is_dir()
     # A second call trains nothing again.
     assert main([*words, "--output-dir", "runs/search"]) == 0
-    assert "trial 0 (" not in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "trial 0 (" not in told.out
+    assert "differ in more than the space" not in told.err
+    assert main([*words, "training.weight_decay=0.5", "--output-dir", "runs/search"]) == 0
+    assert "training.weight_decay: 0.5 != 0.1 (of the trials so far)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_an_objective_with_a_state_and_what_else_changed_are_named(
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "compute_objective keeps a state between its calls" in said
     assert "weight_decay: 0.5 != 0.0 (of the trials so far)" in said
-    assert 'sampler: "TPESampler" != "RandomSampler"' in said
+    assert "sampler: 'TPESampler' != 'RandomSampler'" in said
     assert said.count("(of the trials so far)") == 2, said
 
 

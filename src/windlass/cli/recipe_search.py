@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ def search_command(options: argparse.Namespace) -> int:
         from windlass.trainer.session import Session
     settings, root = _settings(spec), run_folder(args)
     trials = _Trials(options, root, last_metrics)
-    search = Search(settings, args.output_path, Session.open(args).all_ranks, dict(_dotted(asdict(recipe))))
+    search = Search(settings, args.output_path, Session.open(args).all_ranks, asdict(recipe))
     best = search.run(trials.train)
     if args.process_index == 0:
         for record in best:
@@ -85,15 +85,6 @@ def read_spec(path: Path) -> SearchSpec:
     ]
     refuse(problems)
     return SearchSpec(**values)
-
-
-def _dotted(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a recipe by their keys, as a space names them."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def _settings(spec: SearchSpec) -> SearchSettings:

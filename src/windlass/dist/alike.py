@@ -28,12 +28,19 @@ def check_alike(facts: Mapping[str, Any], gang: Gang) -> None:
     """
     if gang.size == 1:
         return
-    values = dict(_flat("", facts))
+    values = as_texts(facts)
     # Sorted: ranks that have the same may have gathered it in another order.
     digest = hashed(json.dumps(sorted(values.items())))
     if len(set(gang.gather_objects(digest))) == 1:
         return
     raise RankMismatchError(differences(gang.gather_objects(values)))
+
+
+def as_texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Facts by name, `field.key` of mappings inside, as texts that are the same in every process for equal values. Of a
+    secret it is the hash.
+    """
+    return dict(_flat("", facts))
 
 
 def model_facts(module: nn.Module) -> dict[str, str]:

@@ -19,7 +19,9 @@ from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
 from windlass.core.output import say, table
+from windlass.core.redact import redact_text
 from windlass.core.whole_file import write_whole
+from windlass.dist.alike import as_texts
 from windlass.dist.gang import Gang
 from windlass.search.search_settings import SearchSettings
 from windlass.search.study import Record, Study
@@ -206,10 +208,11 @@ class Search:
             raise ConfigError(Problem("output_dir", output_path, fix))
         self._settings, self._ranks, self._folder = settings, all_ranks, Path(output_path)
         self._is_main = all_ranks.rank == 0
+        facts = {**arguments, **settings.chosen_by(), "number of processes": all_ranks.size}
         self._setup = {
-            **{name: value for name, value in arguments.items() if name.split(".")[-1] not in FREE_TO_DIFFER},
-            **settings.chosen_by(),
-            "number of processes": all_ranks.size,
+            name: redact_text(text)
+            for name, text in as_texts(facts).items()
+            if name.split(".")[-1] not in FREE_TO_DIFFER
         }
         self._study: Study | None = None  # these three on the main process
         self._sampler: Sampler | None = None
@@ -270,10 +273,9 @@ class Search:
         except FolderInUse as error:
             fix = f"another search is writing to it ({error.holder}): wait for it or end it, or choose another folder"
             raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
-        setup = {name: json.dumps(value, default=str, sort_keys=True) for name, value in self._setup.items()}
-        self._study = Study(self._folder, self._settings.directions, self._settings.name, setup)
+        self._study = Study(self._folder, self._settings.directions, self._settings.name, self._setup)
         self._check_objective(self._study)
-        self._warn_of_changes(self._study, setup)
+        self._warn_of_changes(self._study)
         self._sampler = self._settings.sampler(self._study)
         if over := sum(record.state != "running" for record in self._study.trials):
             logger.warning("%s: continuing a search, of which %d trials are over", self._study.path, over)
@@ -293,9 +295,9 @@ class Search:
                 fix += f"{record.values}: restore it, or set another output_dir"
                 raise ConfigError(Problem("compute_objective", values, fix))
 
-    def _warn_of_changes(self, study: Study, setup: Mapping[str, str]) -> None:
+    def _warn_of_changes(self, study: Study) -> None:
         """Warn of what trials had in common and new ones have not: they are compared as if only the space differed."""
-        searched = {name for record in study.trials for name in record.params}
+        setup, searched = self._setup, {name for record in study.trials for name in record.params}
         lines = [
             f"{name}: {setup.get(name)} != {study.setup.get(name)} (of the trials so far)"
             for name in sorted({*setup, *study.setup} - searched)
