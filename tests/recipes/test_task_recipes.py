@@ -150,6 +150,10 @@ PAIRS = "task: seq2seq\nmodel: {config: {model_type: marian}}\ntokenizer: {train
             PAIRS + "data: {train: t.jsonl}\nmetric: bleu\ntraining: {predict_with_generate: false}\n",
             "is computed from generated text; leave training.predict_with_generate out",
         ),
+        (
+            PAIRS + "data: {train: t.jsonl}\nmetric: bleu\ntraining: {prediction_loss_only: true}\n",
+            "is computed from generated text, which is not kept; leave training.prediction_loss_only out",
+        ),
         (PAIRS + "data: {train: t.jsonl}\nmetric: blue\n", "must be one of bleu, rouge; did you mean 'bleu'"),
         (
             PAIRS.replace("seq2seq", "masked-lm") + "data: {train: t.txt}\nmetric: bleu\n",

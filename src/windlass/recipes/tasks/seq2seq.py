@@ -32,8 +32,15 @@ class Seq2Seq(TextTask):
 
     def conflicts(self, recipe: Recipe) -> Iterator[Conflict]:
         yield from super().conflicts(recipe)
-        if recipe.metric is not None and not recipe.training.get("predict_with_generate"):
+        if recipe.metric is None:
+            return
+        if not recipe.training.get("predict_with_generate"):
             fix = "is computed from generated text; leave training.predict_with_generate out"
+            yield "metric", recipe.metric, fix
+        if recipe.training.get("prediction_loss_only"):
+            fix = (
+                "is computed from generated text, which is not kept; leave training.prediction_loss_only out"
+            )
             yield "metric", recipe.metric, fix
 
     def text_columns(self, data: DataSpec) -> tuple[str, ...]:
