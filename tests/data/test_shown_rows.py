@@ -56,6 +56,16 @@ def test_a_checkpoint_keeps_rows_of_tables_alone() -> None:
         assert rows_to_keep(other) is None
 
 
+def test_a_transform_is_not_run_for_a_checkpoint() -> None:
+    generator = torch.Generator()
+    before = generator.get_state()
+    drawn = Dataset.from_list(ROWS).with_transform(
+        lambda rows: {"x": torch.rand(len(rows["x"]), generator=generator)}
+    )
+    assert rows_to_keep(drawn) == shown_rows(ROWS)
+    assert torch.equal(generator.get_state(), before)
+
+
 def prepared(data: Any) -> Any:
     return prepare(DataLoader(data, batch_size=2), use_stateful_dataloader=True)
 

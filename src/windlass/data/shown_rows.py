@@ -46,4 +46,7 @@ def is_table(dataset: Any) -> bool:
 
 def rows_to_keep(dataset: Any) -> list[list[int]] | None:
     """`shown_rows` of a table, for a checkpoint; None of other data, and of a table whose rows depend on the epoch."""
-    return shown_rows(dataset) if is_table(dataset) and not hasattr(dataset, "set_epoch") else None
+    if not is_table(dataset) or hasattr(dataset, "set_epoch"):
+        return None
+    # Without the transform of a `datasets.Dataset`, which may draw from a generator of its own.
+    return shown_rows(dataset.with_format(None) if hasattr(dataset, "with_format") else dataset)
