@@ -28,6 +28,7 @@ from windlass.config.parallel.sources import from_environment
 from windlass.config.parallel.table import KEYS
 from windlass.core import started
 from windlass.core.errors import DataError, Preempted
+from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.optional import is_imported, version_of
@@ -109,7 +110,7 @@ class RunRecord:
                 "settings": settings_of(self._args),
                 "data": dict(data()),
                 "environment": environment(),
-                "process": {**_process(), "output": self._args.output_path, "needs": self._needs},
+                "process": {**_process(self._args.output_path), "needs": self._needs},
             }
             self._record = {
                 "max_steps": max_steps,
@@ -358,14 +359,16 @@ def package_versions() -> dict[str, str]:
     return {"python": platform.python_version(), "windlass": __version__, **installed}
 
 
-def _process() -> dict[str, Any]:
-    """What is needed to start this job again."""
+def _process(output: str) -> dict[str, Any]:
+    """What is needed to start this job again. `output`: its output folder, which may be a URL."""
     world = world_from_environment()
     launched = parse_json(os.environ.get(LAUNCH_VARIABLE) or "[]")
     return {
         "arguments": redact_command(sys.argv),
         "launcher": redact_command(launched) if isinstance(launched, list) else [],
         "folder": started.FOLDER,
+        # A URL may hold a secret, and does not move.
+        "output": None if is_url(output) else output,
         "processes": world.size,
         "machines": world.machines,
         "processes_per_machine": world.local_size,

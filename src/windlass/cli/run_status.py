@@ -89,7 +89,7 @@ def _moved_to(view: RunView) -> Path | None:
     that command is not on this machine, which may see the folders of another one or of a container.
     """
     base = view.process.get("folder")
-    # Records of before have no path of the folder; a script did not change its directory, then.
+    # Records of earlier versions have no `output`; `folder` is the working directory at the begin of the run there.
     output = view.process.get("output", view.arguments.get("output_dir"))
     if not isinstance(output, str) or not isinstance(base, str) or is_url(output) or not os.path.isdir(base):
         return None

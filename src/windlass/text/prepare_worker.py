@@ -28,6 +28,7 @@ def serve(incoming: Connection, outgoing: Connection) -> None:
         outgoing.send(None)
     except (EOFError, BrokenPipeError):
         return  # the process that started this one has ended, or wants no more
+    # Whatever the tokenizer or the template raises: the process that waits for these rows raises it.
     except Exception:
         outgoing.send(Failure(-1, f"a worker process of the preparation failed:\n{traceback.format_exc()}"))
 
