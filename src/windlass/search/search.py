@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import html
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ from windlass.core.whole_file import write_whole
 from windlass.dist.alike import as_texts
 from windlass.dist.gang import Gang
 from windlass.search.search_settings import SearchSettings
-from windlass.search.study import Record, Study
+from windlass.search.study import Record, Study, stored_value
 from windlass.search.trial_samplers import Sampler
 
 LOCK_NAME = ".windlass-search.lock"
@@ -311,13 +311,13 @@ class Search:
     def _propose(self, number: int) -> dict[str, Any] | None:
         study, sampler = self._parts()
         known = study.trials[number] if number < len(study.trials) else None
-        self._trial = sampler.ask(number, None if known is None else known.params)
+        self._trial = sampler.ask(number, known and (known.suggested or known.params))
         if self._trial is None:
             logger.warning("the grid has %d combinations, and all were tried", number)
             return None
         params = _as_stored(self._settings.values(self._trial))
         if known is None:
-            known = Record(number, self._new_name(number), params)
+            known = Record(number, self._new_name(number), params, suggested=_storable(self._trial.params))
             study.trials.append(known)
             study.save()
         elif params != known.params:
@@ -413,18 +413,25 @@ def _folder_name(name: Any) -> str:
 
 
 def _as_stored(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters as the file of the study returns them to a later process: tuples are lists. Raises ConfigError
-    for a value that it cannot hold.
-    """
+    """Hyperparameters as the file of the study returns them. Raises ConfigError for a value that it cannot hold."""
     stored = {}
     for name, value in params.items():
         try:
-            stored[name] = json.loads(json.dumps(value, allow_nan=False))
+            stored[name] = stored_value(value)
         except (TypeError, ValueError):
             fix = (
                 "cannot be written to the file of the search: choose among numbers, words, and lists of these"
             )
             raise ConfigError(Problem(f"hp_space.{name}", value, fix)) from None
+    return stored
+
+
+def _storable(suggested: Mapping[str, Any]) -> dict[str, Any]:
+    """What was suggested, without values that only the space itself uses and no file can hold."""
+    stored = {}
+    for name, value in suggested.items():
+        with contextlib.suppress(TypeError, ValueError):
+            stored[name] = stored_value(value)
     return stored
 
 

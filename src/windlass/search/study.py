@@ -31,6 +31,15 @@ class Record:
     # What gave the objectives; empty if not all are finite
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str = ""  # why it was pruned or failed
+    # What the space suggested, by name; it may return other values, made of these
+    suggested: dict[str, Any] = field(default_factory=dict)
+
+
+def stored_value(value: Any) -> Any:
+    """Return a value as the file of a study returns it to a later process: tuples are lists. Raises TypeError or
+    ValueError for a value that it cannot hold.
+    """
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 class Study:
