@@ -240,15 +240,16 @@ class Fails(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("event", "step"),
+    ("event", "step", "every"),
     [
-        pytest.param("on_step_begin", 2, id="evaluated and saved, not yet judged"),
-        pytest.param("on_step_end", 3, id="judged, not yet ended"),
+        pytest.param("on_step_begin", 2, 2, id="evaluated and saved, not yet judged"),
+        pytest.param("on_step_end", 3, 2, id="judged, not yet ended"),
+        pytest.param("on_train_end", 3, 3, id="ended and saved, not yet noted"),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_trial_is_pruned_where_one_that_was_not_is(
-    event: str, step: int, backend: str, tmp_path: Path
+    event: str, step: int, every: int, backend: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"pruner": "median"}
     if backend == "optuna":
@@ -257,7 +258,9 @@ def test_a_killed_trial_is_pruned_where_one_that_was_not_is(
         options = {"pruner": MedianPruner(n_startup_trials=4)}
 
     def search(folder: Path, *callbacks: Any) -> list[dict[str, Any]]:
-        trainer_of(folder, *callbacks).hyperparameter_search(rates, n_trials=5, backend=backend, **options)
+        trainer = trainer_of(folder, *callbacks)
+        trainer.args.save_steps = every
+        trainer.hyperparameter_search(rates, n_trials=5, backend=backend, **options)
         return trials_in(folder)
 
     whole = search(tmp_path / "whole")

@@ -50,10 +50,10 @@ def search_command(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides, options.output_dir, tiny=options.tiny)
     args = training_arguments(recipe.training, recipe.task)
     with Activity("importing libraries"):
-        from windlass.search.search import Search, last_metrics
+        from windlass.search.search import Search, last_evaluation
         from windlass.trainer.session import Session
     settings, root = _settings(spec), run_folder(args)
-    trials = _Trials(options, root, last_metrics)
+    trials = _Trials(options, root, last_evaluation)
     search = Search(settings, args.output_path, Session.open(args).all_ranks, asdict(recipe))
     best = search.run(trials.train)
     if args.process_index == 0:
@@ -111,9 +111,9 @@ class _Trials:
         interrupted: the user ended one of them.
     """
 
-    def __init__(self, options: argparse.Namespace, root: Path, last_metrics: Any) -> None:
+    def __init__(self, options: argparse.Namespace, root: Path, last_evaluation: Any) -> None:
         self.interrupted = False
-        self._options, self._root, self._last_metrics = options, root, last_metrics
+        self._options, self._root, self._last_evaluation = options, root, last_evaluation
 
     def train(self, trial: ChosenTrial, watch: TrialWatch) -> dict[str, float] | None:
         """Train one, from its newest checkpoint if it has one; return its last metrics, or None if interrupted."""
@@ -139,4 +139,4 @@ class _Trials:
         if ends.interrupted and watch.pruned is None:
             self.interrupted = True
             return None
-        return self._last_metrics(trainer.state.log_history) or dict(trainer.evaluate())
+        return self._last_evaluation(trainer.state.log_history)[1] or dict(trainer.evaluate())

@@ -156,9 +156,11 @@ class TrialWatch(TrainerCallback):
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         state.is_hyper_param_search = True
         state.trial_name, state.trial_params = self._trial.name, dict(self._trial.params)
-        # A checkpoint of an update is written after its evaluation, which is not repeated, and before its report.
-        step = self._step = state.global_step
-        self._metrics = self._agreed(lambda: last_metrics(state.log_history, step))
+        # The last evaluation before a checkpoint is not repeated.
+        self._step, self._metrics = self._agreed(lambda: last_evaluation(state.log_history))
+        # That of the checkpoint's own update was not judged yet; an earlier one was, and may have ended the trial.
+        if self._step < state.global_step:
+            self._judge(control)
 
     def on_evaluate(
         self,
@@ -174,6 +176,9 @@ class TrialWatch(TrainerCallback):
         self._metrics |= metrics or {}
 
     def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        self._judge(control)
+
+    def _judge(self, control: Control) -> None:
         if self._metrics:
             metrics, self._metrics = self._metrics, {}
             # On all processes, of which one that went on alone would wait for the others.
@@ -439,14 +444,12 @@ def _in_words(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {short(value)}" for name, value in params.items())
 
 
-def last_metrics(log_history: list[dict[str, Any]], step: int | None = None) -> dict[str, float]:
-    """Return the metrics of the evaluation after an update, of all evaluation sets; empty if there was none. `step`:
-    the update; None: that of the last evaluation.
-    """
+def last_evaluation(log_history: list[dict[str, Any]]) -> tuple[int, dict[str, float]]:
+    """Return the update of the last evaluation and its metrics of all evaluation sets: 0 and none if there was none."""
     rows = [row for row in log_history if any(name.startswith("eval_") for name in row)]
-    wanted = step if step is not None or not rows else rows[-1]["step"]
-    found = [row for row in rows if row["step"] == wanted]
-    return {name: value for row in found for name, value in row.items() if name != "step"}
+    step = rows[-1]["step"] if rows else 0
+    found = [row for row in rows if row["step"] == step]
+    return step, {name: value for row in found for name, value in row.items() if name != "step"}
 
 
 def arguments_of(trial: ChosenTrial, args: TrainingArguments, takes_trial: bool) -> TrainingArguments:

@@ -1309,7 +1309,7 @@ class Trainer:
         """Train a trial, from its newest checkpoint if it has one; return the metrics of its last evaluation, or None
         if the user interrupted it.
         """
-        from windlass.search.search import arguments_of, last_metrics
+        from windlass.search.search import arguments_of, last_evaluation
 
         assert self.model_init is not None
         args = self.args
@@ -1319,7 +1319,7 @@ class Trainer:
             self.train(resume_from_checkpoint="auto", trial=trial)
             if self._run is not None and self._run.was_interrupted:
                 return None
-            return last_metrics(self.state.log_history) or self.evaluate()
+            return last_evaluation(self.state.log_history)[1] or self.evaluate()
         finally:
             self.remove_callback(watch)
             self.args = args
