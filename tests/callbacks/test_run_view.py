@@ -25,11 +25,21 @@ def test_changed_arguments_that_are_no_pairs_are_left_out(tmp_path: Path, change
     assert "failed at" in render_page([summarised(read_run(tmp_path))])
 
 
-def test_seconds_beyond_every_float_are_not_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(
+            {"sessions": [{"step": 5, "seconds": {"compute": 10**400}}]}, id="seconds beyond every float"
+        ),
+        pytest.param({"process": "python"}, id="a process that is no map"),
+    ],
+)
+def test_a_damaged_record_is_left_out(tmp_path: Path, damage: dict[str, Any]) -> None:
     failed_run(tmp_path)
     record = json.loads((tmp_path / RECORD).read_text())
-    record["sessions"][-1] |= {"step": 5, "seconds": {"compute": 10**400}}
-    (tmp_path / RECORD).write_text(json.dumps(record))
+    if "sessions" in damage:
+        damage = {"sessions": [record["sessions"][-1] | damage["sessions"][0]]}
+    (tmp_path / RECORD).write_text(json.dumps(record | damage))
     assert "it is left out" in read_run(tmp_path).notes[0]
 
 

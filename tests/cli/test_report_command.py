@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_files_of_the_run_are_only_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, shown = tmp_path / "run", tmp_path / "shown"
+    # A formula to matplotlib, and not UTF-8, as of an old archive.
+    run, shown = tmp_path / os.fsdecode(b"run $_$ \xff"), tmp_path / "shown"
     log_run(run, max_steps=10)
     before = files(run)
     assert main(["report", str(run), "--output-dir", str(shown)]) == 0

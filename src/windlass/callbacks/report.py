@@ -22,6 +22,7 @@ from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
 from windlass.core.optional import install_command, is_available, require
+from windlass.core.output import one_line
 from windlass.core.whole_file import write_whole
 
 logger = get_logger(__name__)
@@ -190,7 +191,7 @@ def draw_training(history: History, path: Path, title: str) -> None:
         axes = figure.add_subplot(place)
         _line(axes, name, curve(history, name), _BLUE)
         _finish(axes, label, legend=False)
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(_literal(title), x=0.01, ha="left", fontweight="bold")
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     write_whole(path, picture.getvalue())
@@ -202,7 +203,12 @@ def _line(axes: Any, name: str, points: list[Point], colour: str) -> None:
     else:
         steps, values = zip(*points, strict=True)
         marker = "o" if len(points) <= 40 else ""
-        axes.plot(steps, values, color=colour, linewidth=1.8, label=name, marker=marker, ms=4)
+        axes.plot(steps, values, color=colour, linewidth=1.8, label=_literal(name), marker=marker, ms=4)
+
+
+def _literal(text: str) -> str:
+    """A name as a picture shows it: what stands between two dollar signs would be read as a formula."""
+    return one_line(text).replace("$", r"\$")
 
 
 def _finish(axes: Any, label: str, *, legend: bool) -> None:

@@ -238,6 +238,8 @@ def _is_record(found: Any) -> bool:
         and _has(found.get("trained"), _TRAINED)
         and (end is None or (_has(end, _END) and _has(end.get("trained"), _TRAINED)))
         and all(isinstance(values, dict) for values in facts)
+        # Records of earlier versions have none.
+        and isinstance(found.get("process"), dict | None)
     )
 
 

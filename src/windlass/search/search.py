@@ -316,7 +316,7 @@ class Search:
     def _propose(self, number: int) -> dict[str, Any] | None:
         study, sampler = self._parts()
         known = study.trials[number] if number < len(study.trials) else None
-        self._trial = sampler.ask(number, known and (known.suggested or known.params))
+        self._trial = sampler.ask(number, None if known is None else known.suggested or known.params)
         if self._trial is None:
             logger.warning("the grid has %d combinations, and all were tried", number)
             return None
