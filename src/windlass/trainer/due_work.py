@@ -254,6 +254,8 @@ class DueWork:
         # The update before may have been non-finite without having been read yet: such weights are not saved.
         self._loop.check_finite()
         self._hooks.save_checkpoint()
+        if checkpoints.tried_at != step:  # the script's `_save_checkpoint` saves otherwise, and has done so
+            self._events.fire("on_save")
         checkpoints.ephemeral = False  # saves that a script starts itself are not ephemeral
         interruption.saved()
         self._events.control.should_save = False
