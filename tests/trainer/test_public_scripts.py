@@ -128,6 +128,38 @@ def test_an_override_that_judges_an_evaluation_may_require_the_trial(arguments: 
     assert judged == [None, None]
 
 
+def test_a_callback_may_add_the_metric_that_decides_which_evaluation_is_the_best(arguments: Any) -> None:
+    class Adding(TrainerCallback):
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+        ) -> None:
+            metrics["eval_later"] = state.global_step
+
+    evaluated = arguments(
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="later", greater_is_better=True,
+    )  # fmt: skip
+    trainer = Trainer(Net(), evaluated, train_dataset=ROWS, eval_dataset=ROWS, callbacks=[Adding()])
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (4, 4)
+    with pytest.raises(ConfigError, match="eval_later"):
+        Trainer(Net(), evaluated, train_dataset=ROWS, eval_dataset=ROWS).train()
+
+
+def test_an_argument_that_a_run_reads_no_more_is_not_changed_in_silence(
+    arguments: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            args.gradient_accumulation_steps = 2
+
+    with caplog.at_level("WARNING", "windlass"):
+        Trainer(Net(), arguments(logging_steps=1), train_dataset=ROWS, callbacks=[Changing()]).train()
+    warned = [line for line in caplog.messages if "gradient_accumulation_steps" in line]
+    assert len(warned) == 1
+    assert "from 1 to 2" in warned[0]
+
+
 @pytest.mark.parametrize("name", ["_wrap_model", "_nested_gather"])
 def test_an_override_that_is_never_called_is_refused_by_name(arguments: Any, name: str) -> None:
     def never(self: Any, *args: Any) -> Any:
