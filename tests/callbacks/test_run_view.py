@@ -31,7 +31,7 @@ def test_changed_arguments_that_are_no_pairs_are_left_out(tmp_path: Path, change
         pytest.param(
             {"sessions": [{"step": 5, "seconds": {"compute": 10**400}}]}, id="seconds beyond every float"
         ),
-        pytest.param({"process": "python"}, id="a process that is no map"),
+        pytest.param({"process": "python"}, id="a process that is a text"),
     ],
 )
 def test_a_damaged_record_is_left_out(tmp_path: Path, damage: dict[str, Any]) -> None:

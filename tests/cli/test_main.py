@@ -138,6 +138,18 @@ def test_a_training_that_loses_a_connection_is_not_taken_for_a_success(
         main(["train"])
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_answer_that_a_full_disk_cuts_short_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, open(writer, "w") as unread, open(os.devnull, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["schema"]) == 2
+        os.dup2(nowhere.fileno(), full.fileno())  # where what it holds goes when it is closed
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert main(["schema"]) == 0, "a reader such as head takes no more than it needs"
+
+
 def test_commands_to_copy_are_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,16 +11,15 @@ import pytest
 from tests.dist.launch import end_of, launch
 from tests.search.searches import SPACE, Line, rates, trainer_of
 
-from windlass import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from windlass import TrainerCallback
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.checkpoint import run_lock
 from windlass.checkpoint.run_lock import RunLock
 from windlass.core.errors import ConfigError, DataError, MissingDependencyError, ModelError
 from windlass.core.optional import is_available
-from windlass.dist.gang import current
 from windlass.search.optuna_sampler import OptunaSampler
-from windlass.search.search import LOCK_NAME, ChosenTrial, Search, TrialWatch, arguments_of
-from windlass.search.search_settings import SearchSettings, sweep_space
+from windlass.search.search import LOCK_NAME, ChosenTrial, arguments_of
+from windlass.search.search_settings import sweep_space
 from windlass.search.space import Float
 from windlass.search.study import FILE_NAME, Record
 from windlass.trainer_utils import BestRun
@@ -163,68 +162,6 @@ def test_optuna_prunes_by_the_median_that_is_named(tmp_path: Path) -> None:
         sampler.tell(trial, Record(number, f"trial-{number}", {}, "complete", [0.1]))
     trial = sampler.ask(5, None)
     assert sampler.report(trial, {2: 9.0}, 2)
-
-
-def own_options(name: str) -> dict[str, Any]:
-    from optuna import pruners, samplers
-
-    made: dict[str, Any] = {
-        "RandomSampler": lambda: samplers.RandomSampler(seed=1),
-        "TPESampler": lambda: samplers.TPESampler(seed=1, multivariate=True, n_startup_trials=2),
-        "without a seed": samplers.RandomSampler,
-        "GridSampler": lambda: samplers.GridSampler({"exponent": [-3, -2, -1], "size": [1, 2]}),
-        "HyperbandPruner": lambda: pruners.HyperbandPruner(min_resource=1, max_resource=4),
-        "SuccessiveHalvingPruner": lambda: pruners.SuccessiveHalvingPruner(
-            min_resource=1, reduction_factor=2
-        ),
-    }
-    return {"pruner" if "Pruner" in name else "sampler": made[name]()}
-
-
-def searched(folder: Path, count: int, name: str) -> list[dict[str, Any]]:
-    """The trials of a search whose losses are a formula; its space returns other names than it suggests."""
-
-    def space(trial: Any) -> dict[str, Any]:
-        size = trial.suggest_categorical("size", [1, 2])
-        return {"rate": 10 ** trial.suggest_int("exponent", -8, -1), "size": 2 * size}
-
-    def run_trial(trial: ChosenTrial, watch: TrialWatch) -> dict[str, float]:
-        state, control = TrainerState(), TrainerControl()
-        args = TrainingArguments(str(folder))
-        while state.global_step < 4 and not control.should_training_stop:
-            state.global_step += 1
-            loss = trial.params["rate"] * trial.params["size"] / state.global_step
-            watch.on_evaluate(args, state, control, metrics={"eval_loss": loss})
-            watch.on_step_begin(args, state, control)
-        return {"eval_loss": loss}
-
-    settings = SearchSettings(space, None, count, backend="optuna", options=own_options(name))
-    Search(settings, str(folder), current(), {}).run(run_trial)
-    return trials_in(folder)
-
-
-@pytest.mark.skipif(not is_available("optuna"), reason="needs optuna")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "RandomSampler",
-        "TPESampler",
-        "without a seed",
-        "GridSampler",
-        "HyperbandPruner",
-        "SuccessiveHalvingPruner",
-    ],
-)
-def test_a_search_by_objects_of_optuna_continues_as_it_was(name: str, tmp_path: Path) -> None:
-    first = searched(tmp_path / "ended", 4, name)
-    again = searched(tmp_path / "ended", 9, name)
-    assert again[:4] == first
-    whole = searched(tmp_path / "whole", 9, name)
-    assert len(again) == len(whole) == (6 if name == "GridSampler" else 9)
-    if name != "without a seed":
-        assert again == whole
-    if "Pruner" in name:
-        assert {trial["state"] for trial in again} == {"complete", "pruned"}
 
 
 class Fails(TrainerCallback):

@@ -22,14 +22,20 @@ from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.lazy import import_torch_uncollected
-from windlass.core.output import flush_standard_streams, say
+from windlass.core.output import STDOUT, flush_standard_streams, say
 from windlass.core.terminal import folded_message
 from windlass.recipes.quiet import quiet_libraries
 
+# Their result is in files.
+_TRAINING = (["train"], ["run"], ["launch"])
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 2 for a user error, 75 if preempted, 130 if interrupted."""
+    """Run the command line, and return the exit code: 2 for a user error or an answer that could not be written, 75 if
+    preempted, 130 if interrupted.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    STDOUT.was_lost = False
     # The interpreter's last collections look at every object of the libraries: a second in which nothing happens.
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
@@ -41,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             quiet,
             surviving_hangup() if arguments[:1] in (["train"], ["launch"]) else contextlib.nullcontext(),
         ):
-            return _dispatch(arguments)
+            code = _dispatch(arguments)
+            # What others print is their result: a file that a full disk cut short must not be taken for it.
+            return code or EXIT_USER_ERROR * (STDOUT.was_lost and arguments[:1] not in _TRAINING)
     except WindlassError as error:
         if not _left_to_launcher(error):
             say(folded_message(f"windlass: {error}"), error=True)
@@ -51,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except OSError as error:
         # It names the file that a command reads or writes. That of a training may come from anywhere: show the calls.
-        if arguments[:1] in (["train"], ["run"], ["launch"]):
+        if arguments[:1] in _TRAINING:
             raise
         say(f"windlass: {error}", error=True)
         return EXIT_USER_ERROR

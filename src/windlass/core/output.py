@@ -109,10 +109,14 @@ class TolerantStream:
     Args:
         target: a stream, or "stdout" or "stderr" for whatever `sys` has under this name when something is written:
             notebooks and tests replace it.
+
+    Attributes:
+        was_lost: text could not be written; not where a reader took no more of it, such as `head`.
     """
 
     def __init__(self, target: TextIO | str) -> None:
         self._target = target
+        self.was_lost = False
 
     @property
     def _stream(self) -> Any:
@@ -155,7 +159,9 @@ class TolerantStream:
     def _drop(self, stream: Any, problem: Exception) -> None:
         """Continue without this text. Python would fail to flush its streams at exit, so they are flushed before."""
         _flush_at_exit()
-        if getattr(problem, "errno", None) in _GONE:
+        code = getattr(problem, "errno", None)
+        self.was_lost = self.was_lost or code != errno.EPIPE
+        if code in _GONE:
             _redirect_to_null(stream)
         is_error = stream in (sys.stderr, sys.__stderr__)
         name = "standard error" if is_error else "standard output"
