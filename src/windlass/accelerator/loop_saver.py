@@ -33,6 +33,7 @@ from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import LEFTOVERS, Store
 from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
+from windlass.core.job_signals import handled_later
 from windlass.core.locations import is_url, local_folder, named, parent_of, working_folder
 from windlass.core.logs import get_logger
 from windlass.core.threads import THREADS, warn_of_other_threads
@@ -192,13 +193,7 @@ class LoopSaver:
         # If one process fails to read a state, the others must not wait for it: nor those that gather shards, which
         # follows.
         store.on_all_ranks(step, self._prepared.check_restorable)
-        models, states = store.on_all_ranks(
-            step,
-            lambda: (
-                self._content.models(store.disks, hooked=bool(self.save_hooks)),
-                self._content.states(store.disks),
-            ),
-        )
+        models, states = store.on_all_ranks(step, lambda: self._gathered(store.disks))
         hooked = HookFiles(store, step)
         hooked.clear()  # of a save that was interrupted
         try:
@@ -210,6 +205,13 @@ class LoopSaver:
             if not saver.busy:
                 hooked.clear()
             raise
+
+    def _gathered(self, disks: Disks) -> tuple[list[ModelState], Content]:
+        """The content of the models, and everything else."""
+        # Ctrl-C between two exchanges of sharded weights would leave the other ranks in the next one.
+        with handled_later() if self._all_ranks.size > 1 else contextlib.nullcontext():
+            models = self._content.models(disks, hooked=bool(self.save_hooks))
+            return models, self._content.states(disks)
 
     def _with_models(
         self, store: Store, step: int, models: list[ModelState], states: Content, hooked: HookFiles
