@@ -144,7 +144,7 @@ class RunCheckpoints:
         content, error = None, None
         # A part that fails to return its state must not leave other ranks waiting in the exchange below.
         try:
-            # Nor one that Ctrl-C breaks off between two exchanges of sharded weights.
+            # Nor one that gets Ctrl-C between two exchanges of sharded weights.
             with handled_later() if self._all_ranks.size > 1 else contextlib.nullcontext():
                 content = self._content(manager.store, script).encoded()
             if manager.store.is_writer:
