@@ -287,8 +287,12 @@ class RunCheckpoints:
         save_model, self._script_files = script.save_model, ScriptFiles(store, step)
 
         def write(folder: Path) -> None:
-            with showing_place("transformers", folder, store.path_for(step)):
-                save_model(folder)
+            try:
+                with showing_place("transformers", folder, store.path_for(step)):
+                    save_model(folder)
+            except CheckpointError as error:
+                # On all ranks: the disk refused the model of one of them, which costs this save.
+                raise SaveDropped(str(error)) from error
 
         self._script_files.write_by(write)
         self._script_files.leave_out(_STATE)
