@@ -238,13 +238,20 @@ class ReferenceState:
     def state_dict(self) -> State:
         return {str(at): local(parameter) for at, parameter in enumerate(self._model.parameters())}
 
+    def is_divided_as(self, state: State) -> bool:
+        """Return True if this rank has as much of each weight as the one that saved `state`."""
+        return all(
+            local(parameter).shape == state[str(at)].shape
+            for at, parameter in enumerate(self._model.parameters())
+        )
+
     def load_state_dict(self, state: State) -> None:
         with torch.no_grad():
             for at, parameter in enumerate(self._model.parameters()):
                 local(parameter).copy_(state[str(at)])
 
     def adopt(self, states: list[State]) -> None:
-        """Restore the weights of a run on another number of ranks. Raises CheckpointError if its ranks had neither
+        """Restore the weights of a run whose ranks had other parts of them. Raises CheckpointError if they had neither
         whole weights nor rows of them one behind another.
         """
         with torch.no_grad():

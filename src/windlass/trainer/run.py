@@ -121,7 +121,13 @@ class Run(Interruptible):
             *self.reports.parts(),
             RankPart("buffers", own, adopt=own.adopt),
             *(
-                RankPart(f"registered-{number}", owner, optional=True, adopt=partial(_take_over, owner, all_ranks))
+                RankPart(
+                    f"registered-{number}",
+                    owner,
+                    optional=True,
+                    adopt=partial(_take_over, owner, all_ranks),
+                    fits=getattr(owner, "is_divided_as", None),
+                )
                 for number, owner in enumerate(context.services.accelerator.registered_objects)
             ),
             RankPart("rng", Generators(context.session.device), adopt=partial(_reseed, self.seed_step, state)),
@@ -234,8 +240,8 @@ def _take_over(owner: Stateful, all_ranks: Gang, states: list[State]) -> None:
         adopt(states)
         return
     logger.warning(
-        "%d process(es) saved a state of a registered object, this run has %d: each takes that of its rank, "
-        "further ones that of rank 0", len(states), all_ranks.size
+        "%d process(es) saved a state of a registered object, this run has %d, or another layout of them: each takes "
+        "that of its rank, further ones that of rank 0", len(states), all_ranks.size
     )  # fmt: skip
     owner.load_state_dict(states[all_ranks.rank if all_ranks.rank < len(states) else 0])
 

@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from windlass.accelerator.saved_parts import ModelState, SavedPart, saved_optimizer, states_of
+from windlass.accelerator.saved_parts import (
+    ModelState,
+    SavedPart,
+    described_ranks,
+    saved_optimizer,
+    states_of,
+)
 from windlass.checkpoint.adapters import BASE_STATE
 from windlass.checkpoint.background import Saver, VotedCommit
 from windlass.checkpoint.content import Content
@@ -123,6 +129,7 @@ class RunCheckpoints:
             "best_metric": None if state.best_metric is None else float(state.best_metric),
             "ephemeral": self.ephemeral,
             THREADS: torch.get_num_threads(),
+            **described_ranks(self._all_ranks),
         }
         # From the beginning of the save: a slow disk does not make saves rarer.
         self._saved_at = time.monotonic()
