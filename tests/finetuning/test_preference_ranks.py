@@ -18,6 +18,7 @@ from tests.finetuning import small
 from tests.finetuning.preferences import SHORT, moved, pairs
 
 from windlass import TrainerCallback
+from windlass.core.errors import ModelError
 from windlass.data.collate_branches import DataCollatorForUnpairedPreference
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_trainer import DPOTrainer
@@ -253,6 +254,9 @@ def main() -> None:
             whole = reports(trained(place / "whole", kind="dpo", **first))
             trained(place / "cut", kind="dpo", cut=True, **first)
             found[name] = [whole, reports(trained(place / "cut", kind="dpo", resume=True, **case))]
+        # Before the first update, though the reference would move after as many as the default is.
+        with pytest.raises(ModelError, match="without tp_size"):
+            trained(folder / "refused", kind="dpo", sync_ref_model=True, **LAYOUTS["tensor"])
         if torch.distributed.get_rank() == 0:
             (folder / "found.json").write_text(json.dumps(found))
         return

@@ -46,6 +46,14 @@ class SyncRefModelCallback(TrainerCallback):
     def __init__(self, ref_model: nn.Module, accelerator: Any) -> None:
         self.ref_model, self.accelerator = ref_model, accelerator
 
+    def on_train_begin(
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Raise ModelError before the first update if no later one could move the reference."""
+        check_divided_alike(
+            self.accelerator.unwrap_model(self.ref_model), self.accelerator.unwrap_model(model)
+        )
+
     def on_step_end(
         self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
     ) -> None:
@@ -56,19 +64,20 @@ class SyncRefModelCallback(TrainerCallback):
             )
 
 
-@torch.no_grad()
-def move_towards(reference: nn.Module, model: nn.Module, alpha: float) -> None:
-    """Mix a share `alpha` of the parameters of `model` into those of `reference`.
-
-    Raises:
-        ModelError: they are divided over ranks in different ways.
-    """
+def check_divided_alike(reference: nn.Module, model: nn.Module) -> None:
+    """Raise ModelError if the parameters of two models are divided over ranks in different ways."""
     for own, other in zip(reference.parameters(), model.parameters(), strict=True):
         if own.shape != other.shape or type(own.data) is not type(other.data):
             raise ModelError(
                 "sync_ref_model=True: the reference is not divided over ranks as the model is, so it cannot be moved; "
-                "train without it, or without sharding"
+                "train without it, or without tp_size and ep_size"
             )
+
+
+@torch.no_grad()
+def move_towards(reference: nn.Module, model: nn.Module, alpha: float) -> None:
+    """Mix a share `alpha` of the parameters of `model` into those of `reference`, which is divided as `model` is."""
+    for own, other in zip(reference.parameters(), model.parameters(), strict=True):
         own.data.mul_(1.0 - alpha).add_(other.data.to(own.dtype), alpha=alpha)
 
 

@@ -84,6 +84,7 @@ class RunCheckpoints:
         self.newest: Path | None = None
         self.rollbacks = 0
         self.ephemeral = False
+        self._ranks = described_ranks(context.all_ranks)
 
     # --- when to save -----------------------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class RunCheckpoints:
             "best_metric": None if state.best_metric is None else float(state.best_metric),
             "ephemeral": self.ephemeral,
             THREADS: torch.get_num_threads(),
-            **described_ranks(self._all_ranks),
+            **self._ranks,
         }
         # From the beginning of the save: a slow disk does not make saves rarer.
         self._saved_at = time.monotonic()
