@@ -26,6 +26,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import FolderInUse
+from windlass.checkpoint.script_files import ScriptFiles
 from windlass.checkpoint.store import Store
 from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError
@@ -425,7 +426,7 @@ def test_what_hooks_write_is_part_of_the_checkpoint(tmp_path: Path) -> None:
         (Path(folder) / "model.safetensors").write_text("own")
 
     accelerator.register_save_state_pre_hook(collides)
-    with pytest.raises(CheckpointError, match=r"hook wrote model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"wrote model\.safetensors"):
         accelerator.save_state(tmp_path / "state")
     assert not list(tmp_path.iterdir())
 
@@ -438,7 +439,7 @@ def test_files_of_hooks_of_an_interrupted_save_are_removed(tmp_path: Path) -> No
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_saver.HookFiles, "clear", lambda self: None)  # the process ends at once
+        patch.setattr(ScriptFiles, "clear", lambda self: None)  # the process ends at once
         handle = accelerator.register_save_state_pre_hook(killed)
         with pytest.raises(KeyboardInterrupt):
             accelerator.save_state(tmp_path / "state")

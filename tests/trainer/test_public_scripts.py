@@ -63,6 +63,103 @@ def test_an_override_of_saving_may_require_the_trial(arguments: Any) -> None:
     assert len(list(Path(trainer.args.output_dir).glob("checkpoint-*"))) == 2
 
 
+def test_an_override_of_save_model_writes_in_checkpoints(arguments: Any, tmp_path: Path) -> None:
+    """Its files are in each, with the weights that a resume needs."""
+
+    class Heads(Trainer):
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            assert output_dir is not None
+            assert _internal_call == (output_dir != "out")
+            folder = Path(output_dir)
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text("{}")
+            (folder / f"{folder.name}.txt").write_text(str(self.state.global_step))
+
+    saving = arguments(save_strategy="steps", save_steps=2)
+    Heads(Net(), saving, train_dataset=ROWS).train()
+    folder = tmp_path / "checkpoint-2"
+    assert (folder / "checkpoint-2.txt").read_text() == "2"
+    assert (folder / "config.json").read_text() == "{}"
+    resumed = Heads(Net(), saving, train_dataset=ROWS)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.state.global_step == 4
+    assert not list(tmp_path.glob(".windlass-hooks-*"))
+
+
+def test_an_override_of_save_model_may_leave_out_what_it_does_not_train(
+    arguments: Any, tmp_path: Path
+) -> None:
+    class Short(Trainer):
+        def save_model(self, output_dir: str) -> None:
+            super().save_model(output_dir)
+            (Path(output_dir) / "mine.txt").write_text("mine")
+
+    Short(Net(), arguments(save_strategy="steps", save_steps=4), train_dataset=ROWS).train()
+    written = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert {"mine.txt", "model.safetensors", "training_args.json"} <= written
+
+
+def test_on_save_follows_a_save_of_the_scripts_own(arguments: Any) -> None:
+    saved = []
+
+    class Own(Trainer):
+        def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+            saved.append("own")
+
+    class Noting(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            saved.append(state.global_step)
+
+    arguments = arguments(save_strategy="steps", save_steps=2)
+    Own(Net(), arguments, train_dataset=ROWS, callbacks=[Noting()]).train()
+    assert saved == ["own", 2, "own", 4]
+
+
+def test_an_override_that_judges_an_evaluation_may_require_the_trial(arguments: Any) -> None:
+    judged = []
+
+    class Judging(Trainer):
+        def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+            judged.append(trial)
+            return super()._determine_best_metric(metrics, trial)
+
+    evaluated = arguments(eval_strategy="steps", eval_steps=2)
+    Judging(Net(), evaluated, train_dataset=ROWS, eval_dataset=ROWS).train()
+    assert judged == [None, None]
+
+
+def test_a_callback_may_add_the_metric_that_decides_which_evaluation_is_the_best(arguments: Any) -> None:
+    class Adding(TrainerCallback):
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+        ) -> None:
+            metrics["eval_later"] = state.global_step
+
+    evaluated = arguments(
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="later", greater_is_better=True,
+    )  # fmt: skip
+    trainer = Trainer(Net(), evaluated, train_dataset=ROWS, eval_dataset=ROWS, callbacks=[Adding()])
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (4, 4)
+    with pytest.raises(ConfigError, match="eval_later"):
+        Trainer(Net(), evaluated, train_dataset=ROWS, eval_dataset=ROWS).train()
+
+
+def test_an_argument_that_a_run_reads_no_more_is_not_changed_in_silence(
+    arguments: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            args.gradient_accumulation_steps = 2
+
+    with caplog.at_level("WARNING", "windlass"):
+        Trainer(Net(), arguments(logging_steps=1), train_dataset=ROWS, callbacks=[Changing()]).train()
+    warned = [line for line in caplog.messages if "gradient_accumulation_steps" in line]
+    assert len(warned) == 1
+    assert "from 1 to 2" in warned[0]
+
+
 @pytest.mark.parametrize("name", ["_wrap_model", "_nested_gather"])
 def test_an_override_that_is_never_called_is_refused_by_name(arguments: Any, name: str) -> None:
     def never(self: Any, *args: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +29,7 @@ from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.opening import open_on_all, open_store
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import RunLock
+from windlass.checkpoint.script_files import ScriptFiles
 from windlass.checkpoint.store import LEFTOVERS, Store
 from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
@@ -199,7 +199,7 @@ class LoopSaver:
                 self._content.states(store.disks),
             ),
         )
-        hooked = HookFiles(store, step)
+        hooked = ScriptFiles(store, step)
         hooked.clear()  # of a save that was interrupted
         try:
             content = self._with_models(store, step, models, states, hooked)
@@ -212,7 +212,7 @@ class LoopSaver:
             raise
 
     def _with_models(
-        self, store: Store, step: int, models: list[ModelState], states: Content, hooked: HookFiles
+        self, store: Store, step: int, models: list[ModelState], states: Content, hooked: ScriptFiles
     ) -> Content:
         """`states`, the models that no hook saves itself, and the files of the hooks."""
         if not self.save_hooks:
@@ -230,38 +230,6 @@ class LoopSaver:
     def _call_save_hooks(self, weights: list[dict[str, Tensor]], folder: Path) -> None:
         for hook in self.save_hooks.values():
             hook([strategy.model for strategy in self._prepared.strategies], weights, str(folder))
-
-
-class HookFiles:
-    """A folder for the files of save hooks, which run before the checkpoint's folder exists."""
-
-    def __init__(self, store: Store, step: int) -> None:
-        self.folder = store.root / f".windlass-hooks-{store.path_for(step).name}"
-        self._store = store
-
-    def make(self) -> None:
-        """Create the folder on the writer rank."""
-        if self._store.is_writer:
-            self.folder.mkdir(parents=True)
-
-    def clear(self) -> None:
-        if self._store.is_writer and self.folder.exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def move_into(self, draft: Path) -> None:
-        """Move all files to the folder of the checkpoint, which must not have files of the same names."""
-        for path in sorted(self.folder.rglob("*")):
-            target = draft / path.relative_to(self.folder)
-            if path.is_dir() and not path.is_symlink():
-                target.mkdir(exist_ok=True)
-            elif target.exists():
-                raise CheckpointError(
-                    f"a save hook wrote {target.name}, which is also a file of the checkpoint: choose another name, or "
-                    "remove the model's weights from the list that the hook receives"
-                )
-            else:
-                path.rename(target)  # both folders are on one disk
-        self.clear()
 
 
 @dataclass(frozen=True, slots=True)

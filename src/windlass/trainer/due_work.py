@@ -101,6 +101,7 @@ class DueWork:
         self._pending = run.pending
         self._beacon, self._clock = beacon(), run_clock()
         self._started = Moment()
+        self._read_once = self._events.read_once()
         self._saved_step = 0
 
     def begin(self, started: Moment) -> None:
@@ -143,11 +144,23 @@ class DueWork:
         self._events.merge_flags()
 
     def _log(self) -> None:
+        self._warn_of_changes()
         logs = self._reports.progress()
         if logs:
             logs.update(self._hooks.reported_figures())
             self._hooks.log(logs, self._started)
             self._clock.row = {}
+
+    def _warn_of_changes(self) -> None:
+        present = self._events.read_once()
+        for name, value in self._read_once.items():
+            if present[name] != value:
+                logger.warning(
+                    "args.%s was changed from %s to %s while the run trains, which goes on with %s: stop it (control."
+                    "should_training_stop) and call train(resume_from_checkpoint=True) for another value",
+                    *(name, value, present[name], value),
+                )
+        self._read_once = present
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -254,6 +267,8 @@ class DueWork:
         # The update before may have been non-finite without having been read yet: such weights are not saved.
         self._loop.check_finite()
         self._hooks.save_checkpoint()
+        if checkpoints.tried_at != step:  # the script's `_save_checkpoint` saves otherwise, and has done so
+            self._events.fire("on_save")
         checkpoints.ephemeral = False  # saves that a script starts itself are not ephemeral
         interruption.saved()
         self._events.control.should_save = False

@@ -134,6 +134,7 @@ class SavedByScript:
     beside: WrittenBeside
     # Writes the model by the script's `_save`, from weights that were gathered if there are any; None: Windlass does
     write_model: WriteModel | None
+    save_model: Callable[[Path], None] | None  # the script's own one, which every rank calls with a folder
     may_wait: bool  # none of its code needs the state of the run at that time, so it may be written in the background
     committed: Callable[[], None]  # called once the checkpoint is committed, after `on_save`
 
@@ -148,10 +149,19 @@ def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScr
         else:
             trainer._save(str(folder), state_dict=gathered)
 
+    def save_model(folder: Path) -> None:
+        internal = {"_internal_call": True}
+        takes = _accepts(trainer.save_model, str(folder), **internal)
+        trainer.save_model(str(folder), **(internal if takes else {}))
+
     own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model")
-    may_wait = not own and not trainer.callback_handler.listens_outside("on_save")
-    write = write_model if "_save" in own else None
-    return SavedByScript(beside, write, may_wait, trainer._checkpoint_committed)
+    return SavedByScript(
+        beside,
+        write_model if "_save" in own else None,
+        save_model if "save_model" in own else None,
+        may_wait=not own and not trainer.callback_handler.listens_outside("on_save"),
+        committed=trainer._checkpoint_committed,
+    )
 
 
 class TrainHooks:
@@ -247,7 +257,7 @@ class TrainHooks:
 
     def judge(self, metrics: dict[str, float]) -> bool:
         """Record the metrics of an evaluation; return True if it is the best so far."""
-        return self._trainer._determine_best_metric(metrics)
+        return self._trainer._determine_best_metric(metrics, None)
 
     def rehearse(self, wanted: str, strategy: Strategy) -> dict[str, float]:
         """The metrics of the first batch of each evaluation set, for their names; see `Evaluator.rehearse`."""

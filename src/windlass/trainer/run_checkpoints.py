@@ -21,15 +21,17 @@ from windlass.accelerator.saved_parts import (
     saved_optimizer,
     states_of,
 )
-from windlass.checkpoint.adapters import BASE_STATE
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE
 from windlass.checkpoint.background import Saver, VotedCommit
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.history import HistoryKeeper
 from windlass.checkpoint.host_memory import HostMemory
 from windlass.checkpoint.manager import costs_one_save
+from windlass.checkpoint.script_files import ScriptFiles
 from windlass.checkpoint.sharded import parts_of_rank
+from windlass.checkpoint.split import SPLIT_INDEX_NAME
 from windlass.checkpoint.store import SaveDropped, Store
-from windlass.checkpoint.weights import weights_bytes
+from windlass.checkpoint.weights import WEIGHTS_NAME, weights_bytes
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger, showing_place
@@ -61,6 +63,7 @@ class RunCheckpoints:
         rollbacks: rollbacks since `newest` was saved.
         due_at: `time.monotonic()` at which the clock requests a checkpoint, an ephemeral one or one to replace a
             failed one; infinite if it requests none.
+        tried_at: the step of the last save that was tried; None before the first.
         ephemeral: the clock requested the checkpoint that is being saved, in case the run is interrupted.
 
     Args:
@@ -85,6 +88,8 @@ class RunCheckpoints:
         self.rollbacks = 0
         self.ephemeral = False
         self._ranks = described_ranks(context.all_ranks)
+        self.tried_at: int | None = None
+        self._script_files: ScriptFiles | None = None
 
     # --- when to save -----------------------------------------------------------------------------------------------
 
@@ -113,6 +118,7 @@ class RunCheckpoints:
         self.finish()
         state, best = self._events.state, self.best
         step, previous_best = state.global_step, best.begin_save()
+        self.tried_at = step
         content = self._content_on_all_ranks(step, script)
         # Training goes on until the commit, and `on_save` has to get the state of the saved step.
         as_saved = copy.copy(state)
@@ -158,6 +164,8 @@ class RunCheckpoints:
                 self._folder.confirm()
         except BaseException as raised:
             error = raised
+            if self._script_files is not None:
+                self._script_files.clear()
         # Small files are first written into the system's temporary folder, which may be full.
         only_this_save = isinstance(error, Exception) and costs_one_save(error)
         everywhere = self._all_ranks.gather_objects(None if error is None else [only_this_save, f"{error}"])
@@ -178,6 +186,8 @@ class RunCheckpoints:
         self, as_saved: TrainerState, previous_best: Best, committed: Callable[[], None], folder: Path | None
     ) -> None:
         """Called once a save commits, or with a folder of None once it fails."""
+        if self._script_files is not None:
+            self._script_files.clear()
         if folder is None:
             self.best.failed(as_saved.global_step, previous_best)
             self._retry.failed(as_saved.global_step, str(self.saver.manager.last_failure), self.newest)
@@ -250,6 +260,7 @@ class RunCheckpoints:
             shared["optimizer"], divided = saved_optimizer(optimizer, files.model, in_parts)
             spread |= {"optimizer": divided} if in_parts else {}
         state = self._events.saved_state()  # whose averages of sharded weights are gathered
+        by_script = self._by_save_model(store, script)
         # Nothing below is collective: a part that fails to return its state must not leave other ranks waiting.
         of_run, of_rank = states_of(() if self._plan.model_only else self.parts)
         own = Content(
@@ -264,7 +275,42 @@ class RunCheckpoints:
         if model.adapter is not None:
             shared[BASE_STATE] = model.adapter.base_state(model.fingerprint, model.state)
         own = replace(own, shared=shared, history=history)
-        return self._with_model(own, model, script, store.path_for(self._events.state.global_step))
+        target = store.path_for(self._events.state.global_step)
+        if by_script is None:
+            return self._with_model(own, model, script, target)
+        return self._with_script_files(own, by_script, model, script, target)
+
+    def _by_save_model(self, store: Store, script: SavedByScript) -> ScriptFiles | None:
+        """What a script's own `save_model` writes for a checkpoint of the present step; None if it has none."""
+        if script.save_model is None:
+            return None
+        step = self._events.state.global_step
+        save_model, self._script_files = script.save_model, ScriptFiles(store, step)
+
+        def write(folder: Path) -> None:
+            with showing_place("transformers", folder, store.path_for(step)):
+                save_model(folder)
+
+        self._script_files.write_by(write)
+        return self._script_files
+
+    def _with_script_files(
+        self, own: Content, by_script: ScriptFiles, model: ModelState, script: SavedByScript, target: Path
+    ) -> Content:
+        """Add what the script's `save_model` wrote, and the weights if it wrote none: a resume needs them."""
+        names = by_script.names()
+        if script.write_model is not None or names & {WEIGHTS_NAME, SPLIT_INDEX_NAME, ADAPTER_WEIGHTS}:
+            return replace(own, write_model=by_script.move_into)
+        whole = self._with_model(own, model, script, target)
+        by_model = whole.write_model
+
+        def write(folder: Path) -> None:
+            if by_model is not None:
+                by_model(folder)
+            by_script.move_into(folder)
+
+        files = {name: data for name, data in whole.files.items() if name not in names}
+        return replace(whole, files=files, write_model=write)
 
     def _with_model(self, own: Content, model: ModelState, script: SavedByScript, target: Path) -> Content:
         """Add the weights that are not saved in parts, and the small files of the model."""

@@ -38,6 +38,8 @@ _OF_THIS_RUN = (
     "train_batch_size",
     *TrainerState.PER_PROCESS,
 )
+# Arguments that scripts of transformers change while a run trains, in vain here.
+_READ_ONCE = ("gradient_accumulation_steps", "max_grad_norm")
 
 
 class Events(RunProgress):
@@ -67,6 +69,10 @@ class Events(RunProgress):
         state.max_steps, state.num_train_epochs = plan.duration.steps, plan.duration.epochs
         state.logging_steps, state.eval_steps = plan.logging.steps, plan.evaluation.steps
         state.save_steps = plan.save.cadence.steps
+
+    def read_once(self) -> dict[str, Any]:
+        """The present values of arguments that a run reads as it begins, and transformers in every update."""
+        return {name: getattr(self._plans.args, name) for name in _READ_ONCE}
 
     def adopt(self, saved: TrainerState) -> None:
         """Copy a checkpoint's progress into the state object, except settings of this run and this process."""

@@ -9,6 +9,7 @@ from functools import partial
 from windlass.accelerator.saved_parts import check_savable
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
+from windlass.core.errors import ConfigError
 from windlass.core.events import TrainerState
 from windlass.core.logs import SCRIPT_HINTS, get_job_logger
 from windlass.core.mesh import Mesh
@@ -133,7 +134,13 @@ class RunTraining(LoopHooks):
         metric = plan.save.metric or ("loss" if self._schedule.follows_metric else None)
         if metric is None or plan.evaluation.strategy == "no" or not hooks.rehearses:
             return
-        find_metric(hooks.rehearse(metric, self._executor.strategy), metric)
+        metrics = hooks.rehearse(metric, self._executor.strategy)
+        try:
+            find_metric(metrics, metric)
+        except ConfigError:
+            # A callback of the script may add it, once it is called with the metrics.
+            if not self._context.events.handler.listens_outside("on_evaluate"):
+                raise
 
     def _train(self, started: Moment) -> None:
         context, events = self._context, self._events
