@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from windlass.accelerator.saved_parts import Generators, RankPart, SavedPart
+from windlass.accelerator.saved_parts import Generators, RankPart, SavedPart, described_ranks
 from windlass.callbacks.run_record import RunRecord, status_of
 from windlass.config.plan import UpdateSize
 from windlass.core.events import TrainerState
@@ -82,7 +82,7 @@ class Run(Interruptible):
         self.reports = RunReports(context, self.ledger, record)
         self.pending = PendingEvaluation()
         self.checkpoints.parts = self._list_parts()
-        self.first_tokens = 0
+        self.first_tokens, self._ranks = 0, described_ranks(context.all_ranks)
 
     def _new_loop(self, source: GroupSource) -> Loop:
         plan, context = self.context.plan, self.context
@@ -171,7 +171,7 @@ class Run(Interruptible):
         try:
             with self.executor.averaged():
                 loss = self.context.services.loss.facts()
-                self.checkpoints.save({"loss": loss, "trained": self.trained()}, script)
+                self.checkpoints.save({"loss": loss, "trained": self.trained(), **self._ranks}, script)
             if wait:
                 self.checkpoints.finish()  # no later update does, and the process may end
         finally:

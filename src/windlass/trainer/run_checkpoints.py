@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 
-from windlass.accelerator.saved_parts import (
-    ModelState,
-    SavedPart,
-    described_ranks,
-    saved_optimizer,
-    states_of,
-)
+from windlass.accelerator.saved_parts import ModelState, SavedPart, saved_optimizer, states_of
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE
 from windlass.checkpoint.background import Saver, VotedCommit
 from windlass.checkpoint.content import Content
@@ -87,7 +81,6 @@ class RunCheckpoints:
         self.newest: Path | None = None
         self.rollbacks = 0
         self.ephemeral = False
-        self._ranks = described_ranks(context.all_ranks)
         self.tried_at: int | None = None
         self._script_files: ScriptFiles | None = None
 
@@ -136,7 +129,6 @@ class RunCheckpoints:
             "best_metric": None if state.best_metric is None else float(state.best_metric),
             "ephemeral": self.ephemeral,
             THREADS: torch.get_num_threads(),
-            **self._ranks,
         }
         # From the beginning of the save: a slow disk does not make saves rarer.
         self._saved_at = time.monotonic()
