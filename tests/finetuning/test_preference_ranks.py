@@ -74,7 +74,7 @@ def test_ranks_with_unequal_updates_estimate_one_divergence(tmp_path: Path) -> N
 
 @pytest.mark.dist
 def test_a_run_goes_on_in_another_layout_of_as_many_ranks(tmp_path: Path) -> None:
-    """What each rank has of losses, figures and a moving reference between two reports is put together anew."""
+    """What each rank has of losses, figures and a moving reference between two reports is put together again."""
     launch(2, Path(__file__), tmp_path, "layouts")
     found = json.loads((tmp_path / "found.json").read_text())
     for name in LAYOUTS:
