@@ -99,6 +99,19 @@ def test_an_override_of_save_model_may_leave_out_what_it_does_not_train(
     assert {"mine.txt", "model.safetensors", "training_args.json"} <= written
 
 
+@pytest.mark.parametrize("name", ["_save", "save_model"])
+def test_a_script_may_write_the_state_of_the_run_too(arguments: Any, tmp_path: Path, name: str) -> None:
+    def write(self: Any, output_dir: str, *args: Any, **kwargs: Any) -> None:
+        getattr(Trainer, name)(self, output_dir, *args, **kwargs)
+        self.state.save_to_json(str(Path(output_dir) / "trainer_state.json"))
+
+    kind, saving = type("Saves", (Trainer,), {name: write}), arguments(save_strategy="steps", save_steps=2)
+    kind(Net(), saving, train_dataset=ROWS).train()
+    resumed = kind(Net(), saving, train_dataset=ROWS)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [entry["step"] for entry in resumed.state.log_history] == [4]
+
+
 def test_on_save_follows_a_save_of_the_scripts_own(arguments: Any) -> None:
     saved = []
 

@@ -43,6 +43,11 @@ class ScriptFiles:
             folder.mkdir()
             write(folder)
 
+    def leave_out(self, name: str) -> None:
+        """Remove a file, if there is one of this name, before it is moved."""
+        if self._store.is_writer:
+            (self.folder / name).unlink(missing_ok=True)
+
     def names(self) -> set[str]:
         """The files that were written, by relative name."""
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}

@@ -31,6 +31,7 @@ from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger, showing_place
 from windlass.core.run_clock import CALLBACKS, SAVE, run_clock
 from windlass.core.threads import THREADS
+from windlass.core.whole_file import write_whole
 from windlass.trainer.best_tracker import Best, BestTracker
 from windlass.trainer.hooks import SavedByScript, WriteModel
 from windlass.trainer.resuming import CheckpointSource
@@ -42,6 +43,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 10.0, 600.0
 # Seconds before each further attempt at the last save of a run, and of a run that was preempted.
 LAST_PAUSES = (2.0, 5.0, 15.0, 30.0, 60.0)
 LEAVING_PAUSES = (1.0, 3.0)
+# Scripts write the state of the run, too. A checkpoint has it with what a resume needs, so that one stays.
+_STATE = "trainer_state.json"
 
 
 class RunCheckpoints:
@@ -284,6 +287,7 @@ class RunCheckpoints:
                 save_model(folder)
 
         self._script_files.write_by(write)
+        self._script_files.leave_out(_STATE)
         return self._script_files
 
     def _with_script_files(
@@ -325,8 +329,12 @@ class RunCheckpoints:
 
 def _write_for(write: WriteModel, target: Path, gathered: Mapping[str, Any] | None, folder: Path) -> None:
     """Write a model into the folder that becomes `target`, which what transformers logs names."""
+    own = folder / _STATE
+    state = own.read_bytes()
     with showing_place("transformers", folder, target):
         write(folder, gathered)
+    if own.read_bytes() != state:
+        write_whole(own, state)
 
 
 class SaveRetry:
