@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.prepared import Prepared
-from windlass.accelerator.saved_parts import LoopContent, ModelState, check_fits
+from windlass.accelerator.saved_parts import LoopContent, ModelState, check_fits, described_ranks
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.value_files import warn_if_unsafe
 from windlass.checkpoint.background import Ended, Saver, SeenCommit
@@ -198,7 +198,7 @@ class LoopSaver:
         hooked.clear()  # of a save that was interrupted
         try:
             content = self._with_models(store, step, models, states, hooked)
-            meta = {"windlass": "loop", THREADS: torch.get_num_threads()}
+            meta = {"windlass": "loop", THREADS: torch.get_num_threads(), **described_ranks(self._all_ranks)}
             self._project.iteration = step + 1  # of the next save, however far this one comes
             saver.save(step, content, meta=meta, background=background, ended=ended)
         except BaseException:
