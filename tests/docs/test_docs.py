@@ -15,6 +15,7 @@ from windlass.core.optional import is_available
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CHANGELOG = ROOT / "CHANGELOG.md"
 BLOCK = re.compile(
     r"(?:^<!-- no-run: (?P<reason>.+?) -->\n+)?^```python[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -101,7 +102,7 @@ def test_the_block_is_left_out(block: Block) -> None:
     pytest.skip(f"marked no-run: {block.reason}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     # The pages of the reference are made when the documentation is built, which checks the links to them.
     targets = [
@@ -109,6 +110,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     ]
     lost = [target for target in targets if not (page.parent / target).exists()]
     assert not lost
+
+
+def test_each_release_fits_on_one_screen() -> None:
+    _, *releases = re.split(r"^## ", CHANGELOG.read_text("utf-8"), flags=re.MULTILINE)
+    assert releases
+    assert all(release.count("\n") <= 70 for release in releases)
 
 
 def test_blocks_are_found() -> None:

@@ -21,8 +21,8 @@ def batch(entropy: float, correct: int, targets: int, tokens: int, aux: float | 
     return sums, torch.tensor(tokens)
 
 
-def figures(rank: int = 0, *, counts: bool = True) -> MeanFigures:
-    return MeanFigures(NAMES, torch.device("cpu"), lambda sums: sums, rank, counts=counts)
+def figures(*, adopts: bool = True, counts: bool = True) -> MeanFigures:
+    return MeanFigures(NAMES, torch.device("cpu"), lambda sums: sums, adopts, counts=counts)
 
 
 def update(made: MeanFigures, *batches: Batch) -> None:
@@ -72,13 +72,13 @@ def test_a_restart_keeps_the_sums() -> None:
     assert again.read(training=True) == made.read(training=True)
 
 
-def test_the_first_rank_adopts_the_sums_of_all() -> None:
+def test_one_rank_adopts_the_sums_of_all() -> None:
     states = []
     for tokens in (5, 7):
         made = figures()
         update(made, batch(2.0, 1, 2, tokens))
         states.append(made.state_dict())
-    first, second = figures(), figures(1)
+    first, second = figures(), figures(adopts=False)
     first.adopt(states)
     second.adopt(states)
     assert first.read(training=True) == {"entropy": 1.0, "mean_token_accuracy": 0.5, "num_tokens": 12}

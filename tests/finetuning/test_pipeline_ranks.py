@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "completions": {"lora": False, "packing": False, "completion_only_loss": True},
     "smoothed": {"lora": False, "packing": False, "label_smoothing_factor": 0.1},
     "dynamic": {"lora": False, "packing": False, "loss_type": "dft"},
+    # The two ranks of the last stage, which divide its rows, have the same figures.
+    "divided": {"lora": False, "packing": False},
 }
 PREFERENCES: dict[str, dict[str, Any]] = {
     "reference": {"precompute_ref_log_probs": True, "ld_alpha": 0.5},
@@ -45,17 +47,28 @@ SINGLE: dict[str, dict[str, Any]] = {
     "scored": {"kind": "reward", "center_rewards_coefficient": 0.01},
     "scored by an adapter": {"kind": "reward", "lora": True},
 }
-SCHEDULES = {"packed": "Interleaved1F1B", "completions": "GPipe", "smoothed": "GPipe", "dynamic": "1F1B"}
+SCHEDULES = {
+    "packed": "Interleaved1F1B",
+    "completions": "GPipe",
+    "smoothed": "GPipe",
+    "dynamic": "1F1B",
+    "divided": "1F1B",
+}
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "name",
-    ["packed", "smoothed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("completions", "dynamic"))],
+    [
+        "packed",
+        "smoothed",
+        "divided",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("completions", "dynamic")),
+    ],
 )
 def test_two_stages_are_one_process(tmp_path: Path, name: str) -> None:
     """In an evaluation too, with losses that the model's own forward does not have."""
-    ranks = on_ranks(2, in_stages, tmp_path, name)
+    ranks = on_ranks(4 if name == "divided" else 2, in_stages, tmp_path, name)
     alone = test_several_ranks.figures(tmp_path / "alone", **CASES[name])
     for found in ranks:
         for ours, theirs in zip(found, alone, strict=True):
@@ -135,7 +148,8 @@ def killed(folder: Path, rank: str) -> list[Any]:
 
 
 def in_stages(folder: Path, name: str) -> list[dict[str, float]]:
-    layout = ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(SCHEDULES[name]))
+    handler = PipelineParallelConfig(SCHEDULES[name])
+    layout = ParallelismConfig(pp_size=2, pp_handler=handler, cp_size=2 if name == "divided" else 1)
     return test_several_ranks.figures(
         folder / name, per_device_train_batch_size=2, parallelism_config=layout, **CASES[name]
     )

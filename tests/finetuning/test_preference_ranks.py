@@ -18,6 +18,7 @@ from tests.finetuning import small
 from tests.finetuning.preferences import SHORT, moved, pairs
 
 from windlass import TrainerCallback
+from windlass.core.errors import ModelError
 from windlass.data.collate_branches import DataCollatorForUnpairedPreference
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_trainer import DPOTrainer
@@ -71,6 +72,21 @@ def test_ranks_with_unequal_updates_estimate_one_divergence(tmp_path: Path) -> N
     assert found["kl"] == pytest.approx(sum(divergences) / 5, rel=1e-10) != 0.0
 
 
+@pytest.mark.dist
+def test_a_run_goes_on_in_another_layout_of_as_many_ranks(tmp_path: Path) -> None:
+    """What each rank has of losses, figures and a moving reference between two reports is put together again."""
+    launch(2, Path(__file__), tmp_path, "layouts")
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name in LAYOUTS:
+        whole, resumed = found[name]
+        for ours, theirs in zip(resumed, whole, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12), name
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "moving": {"fsdp": "full_shard", "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "tensor": {"parallelism_config": {"tp_size": 2}, "per_device_train_batch_size": 4},
+}
 UNEQUAL = 13  # rows: of an epoch of two updates of two micro-batches of two rows on two ranks
 
 
@@ -229,6 +245,19 @@ def main() -> None:
         trainer.train()
         if trainer.is_world_process_zero():
             found = [row for row in trainer.state.log_history if "kl" in row][1]
+            (folder / "found.json").write_text(json.dumps(found))
+        return
+    if sys.argv[2] == "layouts":
+        for name, case in LAYOUTS.items():
+            place = folder / name
+            first = {key: case[key] for key in case if key.startswith(("sync", "ref"))}
+            whole = reports(trained(place / "whole", kind="dpo", **first))
+            trained(place / "cut", kind="dpo", cut=True, **first)
+            found[name] = [whole, reports(trained(place / "cut", kind="dpo", resume=True, **case))]
+        # Before the first update, though the reference would move after as many as the default is.
+        with pytest.raises(ModelError, match="without tp_size"):
+            trained(folder / "refused", kind="dpo", sync_ref_model=True, **LAYOUTS["tensor"])
+        if torch.distributed.get_rank() == 0:
             (folder / "found.json").write_text(json.dumps(found))
         return
     few = bool(int(sys.argv[2]))

@@ -206,6 +206,15 @@ def test_a_sharded_recipe_on_two_processes(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "sft-fsdp-tiny" / "checkpoint-4" / "model.parts.json").is_file(), said
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["training.fsdp=full_shard", "parallel.mesh.tp=2"])
+def test_a_base_is_trained_for_an_adapter_that_answers_in_any_layout(tmp_path: Path, layout: str) -> None:
+    pytest.importorskip("peft")
+    few = ["training.max_steps=1", "base.max_steps=1"]
+    said = launch(2, "windlass", "train", "sft-lora", "--tiny", layout, *few, cwd=tmp_path)
+    assert "after          Name three primary colours." in said
+
+
 def test_a_run_that_stops_early_is_complete(tmp_path: Path) -> None:
     words = [
         "early_stopping.patience=1",

@@ -115,9 +115,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in name.split("-")]
 
 
-def make_history(place: Path, seed: int, name: str) -> dict[str, Any]:
+def make_history(place: Path, seed: int, name: str, before: str = "") -> dict[str, Any]:
+    """`before` begins the name of its folder."""
     chosen = plan(seed, name)
-    return History(chosen, place / name, place / "clean" / chosen.trial.name.replace(" ", "-")).run()
+    return History(
+        chosen, place / f"{before}{name}", place / "clean" / chosen.trial.name.replace(" ", "-")
+    ).run()
 
 
 def code_hash() -> str:
@@ -175,7 +178,7 @@ def repeat(matrix: Matrix, name: str) -> int:
     chosen = plan(matrix.seed, name)
     print(chosen)
     matrix.prepare([chosen.trial.name])
-    told = make_history(matrix.place, matrix.seed, name)
+    told = make_history(matrix.place, matrix.seed, name, "again-")  # the folder of a failed one stays
     print(json.dumps(told, indent=1))
     print(f"its folder: {matrix.place}")
     return bool(told["problems"])

@@ -227,8 +227,8 @@ RANKS = """
 import signal, sys
 from pathlib import Path
 from tests.trainer.small import Net, arguments, rows, weights_hash
-from torch import Tensor, nn
-from windlass import Trainer, TrainerCallback
+from torch.distributed.tensor import DTensor
+from windlass import Accelerator, FullyShardedDataParallelPlugin, Trainer, TrainerCallback
 
 class Presses(TrainerCallback):
     def __init__(self, *ranks):
@@ -254,6 +254,36 @@ same = weights_hash(resumed.model) == weights_hash(whole.model)
 (folder / f"rank-{stopped.args.process_index}").write_text(f"{step} {same}")
 trainer("both", Presses(0, 1)).train()
 whole.end()
+
+gathered, whole_tensor = [], DTensor.full_tensor
+
+class Saves(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        gathered.clear()
+        control.should_save = state.global_step == 3
+
+def pressed_at_the_second(tensor, **options):
+    gathered.append(tensor)
+    if len(gathered) == 2 and rank == 1:
+        signal.raise_signal(signal.SIGINT)
+    return whole_tensor(tensor, **options)
+
+def outcome(name, work):
+    try:
+        work()
+    except BaseException as error:
+        (folder / f"{name}-{rank}").write_text(f"{type(error).__name__}: {error}")
+
+rank, DTensor.full_tensor = stopped.args.process_index, pressed_at_the_second
+whole_weights = {"state_dict_type": "FULL_STATE_DICT"}
+sharded = {"fsdp": "full_shard", "fsdp_config": whole_weights, "ddp_backend": "gloo", "ddp_timeout": 30}
+args = arguments(folder / "sharded", max_steps=6, **sharded)
+outcome("run", Trainer(Net(), args, train_dataset=rows(64), callbacks=[Presses(1), Saves()]).train)
+accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**whole_weights))
+accelerator.prepare(Net())
+gathered.clear()
+outcome("loop", lambda: accelerator.save_state(folder / "loop"))
+accelerator.wait_for_everyone()
 """
 
 
@@ -268,3 +298,7 @@ def test_ranks_agree_on_the_last_update(tmp_path: Path) -> None:
     assert same == "True"
     assert 3 < int(step) < 8
     assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    # A rank that left an exchange of parts of weights for the next one kept both waiting.
+    for name, dropped in (("run", "rank 1 has nothing to save: KeyboardInterrupt"), ("loop", "was dropped")):
+        assert (tmp_path / f"{name}-1").read_text().startswith("KeyboardInterrupt")
+        assert dropped in (tmp_path / f"{name}-0").read_text()

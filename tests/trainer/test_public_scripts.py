@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from windlass import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
-from windlass.core.errors import ConfigError, ModelError
+from windlass.core.errors import CheckpointError, ConfigError, ModelError
 
 
 class Net(nn.Module):
@@ -97,6 +97,18 @@ def test_an_override_of_save_model_may_leave_out_what_it_does_not_train(
     Short(Net(), arguments(save_strategy="steps", save_steps=4), train_dataset=ROWS).train()
     written = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert {"mine.txt", "model.safetensors", "training_args.json"} <= written
+
+
+def test_a_model_that_another_rank_cannot_write_costs_one_save(arguments: Any, tmp_path: Path) -> None:
+    class Refused(Trainer):
+        def save_model(self, output_dir: str) -> None:
+            if self.state.global_step == 2:  # as `super().save_model` raises it on all ranks
+                raise CheckpointError("the model cannot be written")
+            super().save_model(output_dir)
+
+    saving = arguments(save_strategy="steps", save_steps=2)
+    assert Refused(Net(), saving, train_dataset=ROWS).train().global_step == 4
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 @pytest.mark.parametrize("name", ["_save", "save_model"])

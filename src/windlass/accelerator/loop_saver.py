@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.prepared import Prepared
-from windlass.accelerator.saved_parts import LoopContent, ModelState, check_fits
+from windlass.accelerator.saved_parts import LoopContent, ModelState, check_fits, described_ranks
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.value_files import warn_if_unsafe
 from windlass.checkpoint.background import Ended, Saver, SeenCommit
@@ -33,6 +33,7 @@ from windlass.checkpoint.script_files import ScriptFiles
 from windlass.checkpoint.store import LEFTOVERS, Store
 from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
+from windlass.core.job_signals import handled_later
 from windlass.core.locations import is_url, local_folder, named, parent_of, working_folder
 from windlass.core.logs import get_logger
 from windlass.core.threads import THREADS, warn_of_other_threads
@@ -192,24 +193,25 @@ class LoopSaver:
         # If one process fails to read a state, the others must not wait for it: nor those that gather shards, which
         # follows.
         store.on_all_ranks(step, self._prepared.check_restorable)
-        models, states = store.on_all_ranks(
-            step,
-            lambda: (
-                self._content.models(store.disks, hooked=bool(self.save_hooks)),
-                self._content.states(store.disks),
-            ),
-        )
+        models, states = store.on_all_ranks(step, lambda: self._gathered(store.disks))
         hooked = ScriptFiles(store, step)
         hooked.clear()  # of a save that was interrupted
         try:
             content = self._with_models(store, step, models, states, hooked)
-            meta = {"windlass": "loop", THREADS: torch.get_num_threads()}
+            meta = {"windlass": "loop", THREADS: torch.get_num_threads(), **described_ranks(self._all_ranks)}
             self._project.iteration = step + 1  # of the next save, however far this one comes
             saver.save(step, content, meta=meta, background=background, ended=ended)
         except BaseException:
             if not saver.busy:
                 hooked.clear()
             raise
+
+    def _gathered(self, disks: Disks) -> tuple[list[ModelState], Content]:
+        """The content of the models, and everything else."""
+        # Ctrl-C between two exchanges of sharded weights would leave the other ranks in the next one.
+        with handled_later() if self._all_ranks.size > 1 else contextlib.nullcontext():
+            models = self._content.models(disks, hooked=bool(self.save_hooks))
+            return models, self._content.states(disks)
 
     def _with_models(
         self, store: Store, step: int, models: list[ModelState], states: Content, hooked: ScriptFiles

@@ -23,6 +23,7 @@ from windlass.checkpoint.optimizer_state import save_optimizer_state, split_opti
 from windlass.checkpoint.sharded import parts_of_rank
 from windlass.core.errors import CheckpointError, Problem, WindlassError
 from windlass.core.logs import get_logger
+from windlass.core.mesh import VIEWS
 from windlass.core.module_state import state_of, values_of, with_copied_buffers
 from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, rng_state, seed_generators
 from windlass.core.tensors import address
@@ -31,6 +32,8 @@ from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import local
 from windlass.transforms.strategy import Strategy
+
+_TOGETHER = "together"  # in the manifest
 
 # --- named states -----------------------------------------------------------------------------------------------------
 
@@ -57,20 +60,40 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True)
 class RankPart(SavedPart):
-    """An entry of which each rank has its own. `adopt` restores it from the states of all ranks if their number has
-    changed; None: it is not restored.
+    """An entry of which each rank has its own. `adopt` restores it from the states of all ranks if those of this run
+    are others, or if `fits` says that this rank's state is of another shape; None: it is not restored.
     """
 
     adopt: Callable[[list[State]], None] | None = None
+    fits: Callable[[State], bool] | None = None
 
     def load(self, checkpoint: Checkpoint, all_ranks: Gang) -> None:
         if self.optional and not checkpoint.has_of_rank(self.name, 0):
             return
         with reading(checkpoint, "rank-*"):
-            if checkpoint.world_size == all_ranks.size:
-                self.owner.load_state_dict(checkpoint.per_rank(self.name, all_ranks.rank))
+            own = (
+                checkpoint.per_rank(self.name, all_ranks.rank) if same_ranks(checkpoint, all_ranks) else None
+            )
+            if own is not None and (self.fits is None or self.fits(own)):
+                self.owner.load_state_dict(own)
             elif self.adopt is not None:
                 self.adopt([checkpoint.per_rank(self.name, rank) for rank in range(checkpoint.world_size)])
+
+
+def described_ranks(all_ranks: Gang) -> dict[str, Any]:
+    """Which ranks of a job compute the same samples together, for the manifest of a checkpoint."""
+    return {_TOGETHER: {axis: all_ranks.mesh.along(axis) for axis in VIEWS["model"]}}
+
+
+def same_ranks(checkpoint: Checkpoint, all_ranks: Gang) -> bool:
+    """Return True if the ranks that saved a checkpoint had the samples, and the work on them, that those of this run
+    have; checkpoints of earlier versions tell only their number.
+    """
+    now = described_ranks(all_ranks)
+    return (
+        checkpoint.world_size == all_ranks.size
+        and checkpoint.meta.get(_TOGETHER, now[_TOGETHER]) == now[_TOGETHER]
+    )
 
 
 def states_of(parts: Sequence[SavedPart]) -> tuple[dict[str, State], dict[str, State]]:
@@ -294,7 +317,7 @@ class LoopContent:
     def _reseed(self, states: list[State]) -> None:
         # Of rank 0 on all, and then apart by rank: generators that are equal would draw the same numbers on each.
         load_rng_state(states[0], self._device)
-        seed_generators(derive_seed(STREAM_STEP, torch.initial_seed(), self._all_ranks.rank))
+        seed_generators(derive_seed(STREAM_STEP, torch.initial_seed(), self._all_ranks.over("data").rank))
 
     def whole(self, states: Content, models: list[ModelState], disks: Disks) -> Content:
         """`states`, and the models that no hook has removed from the list."""
@@ -316,8 +339,8 @@ class LoopContent:
 
     def load(self, checkpoint: Checkpoint, models: list[nn.Module]) -> None:
         """Restore everything; of the models those in the list, from which hooks remove others."""
-        prepared, same_world = self._prepared, checkpoint.world_size == self._all_ranks.size
-        saved = checkpoint.per_rank("loaders", self._all_ranks.rank if same_world else 0)["states"]
+        prepared, same = self._prepared, same_ranks(checkpoint, self._all_ranks)
+        saved = checkpoint.per_rank("loaders", self._all_ranks.rank if same else 0)["states"]
         if len(saved) != len(prepared.loaders):
             raise CheckpointError(
                 f"{checkpoint.folder} has the positions of {len(saved)} loaders, and {len(prepared.loaders)} are "
@@ -329,10 +352,11 @@ class LoopContent:
         for index, optimizer in enumerate(prepared.optimizers):
             own = prepared.executors.executor_of(optimizer).optimizer
             checkpoint.load_optimizer(own, prepared.owner_of(optimizer), f"optimizer_{index}")
-        if not same_world:
+        if not same:
             _log.warning(
-                "%s was saved by %d process(es), and this loop has %d: the order of samples continues unchanged, but "
-                "random numbers of forwards differ", checkpoint.folder, checkpoint.world_size, self._all_ranks.size
+                "%s was saved by %d process(es), and this loop has %d, or another layout of them: the order of samples "
+                "continues unchanged, but random numbers of forwards differ",
+                checkpoint.folder, checkpoint.world_size, self._all_ranks.size,
             )  # fmt: skip
         for part in self._parts():
             part.load(checkpoint, self._all_ranks)

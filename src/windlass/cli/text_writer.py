@@ -14,7 +14,6 @@ from windlass.config.sections.setting import SEED, Range, at_least
 from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.optional import require
 from windlass.core.output import STDOUT, escaped, say
-from windlass.core.rng import preserved_rng
 from windlass.finetuning.text_generation import generate
 from windlass.finetuning.trained_model import find_model, open_trained
 from windlass.recipes.quiet import hide_loading_bars
@@ -173,9 +172,8 @@ def continue_prompt(parts: RecipeParts, trainer: Any) -> str | None:
     if sample.temperature:
         choice = {"do_sample": True, "temperature": sample.temperature, "top_k": 0}
     was_training = model.training
-    model.eval()
     # In mixed precision as it is trained: a base of few bits has layers of two dtypes.
-    with preserved_rng(device), torch.no_grad(), trainer.compute_loss_context_manager():
+    with trainer.generating(), trainer.compute_loss_context_manager():
         torch.manual_seed(SAMPLE_SEED)
         ids = generate(
             model, prompt.to(device), max_new_tokens=most, pad_token_id=tokenizer.pad_token_id, **choice

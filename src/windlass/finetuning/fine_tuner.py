@@ -113,14 +113,15 @@ class FineTuner(Trainer):
         checkpoint; tag the model, and log which of its parameters are trained.
         """
         accelerator, all_ranks = self.accelerator, self._session.all_ranks
+        counts = self._session.counts_figures(self._engine.dist)
         self._offload = ActivationOffload()
         self._figures = MeanFigures(
             (*names, *(("aux_loss",) if self._router_weight else ())),
             accelerator.device,
             partial(operations.reduce, reduction="sum", gang=all_ranks),
-            accelerator.process_index,
+            counts and self._session.data_ranks.rank == 0,
             Extremes(extremes, accelerator.device, partial(operations.gather, gang=all_ranks)),
-            counts=self._session.counts_figures(self._engine.dist),
+            counts=counts,
         )
         accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))

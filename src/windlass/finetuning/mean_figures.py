@@ -62,7 +62,7 @@ class MeanFigures:
         names: of the means, the same on all ranks.
         device: where the sums are.
         sum_over_ranks: returns the sum of a tensor over all ranks. Collective.
-        rank: of this process in the job.
+        adopts: whether this rank, which counts, takes over the sums of a run on other ranks.
         extremes: least and greatest values, which are reported too.
         counts: False if another rank adds the same figures.
     """
@@ -72,7 +72,7 @@ class MeanFigures:
         names: Sequence[str],
         device: torch.device,
         sum_over_ranks: Callable[[Tensor], Tensor],
-        rank: int = 0,
+        adopts: bool = True,
         extremes: Extremes | None = None,
         counts: bool = True,
     ) -> None:
@@ -80,7 +80,7 @@ class MeanFigures:
         self._extremes = extremes or Extremes((), device, lambda values: values)
         self._kept = {training: self._extremes.empty() for training in (True, False)}
         self.names = tuple(names)
-        self._sum_over_ranks, self._rank, self._device = sum_over_ranks, rank, device
+        self._sum_over_ranks, self._adopts, self._device = sum_over_ranks, adopts, device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = {training: self._zeros() for training in (True, False)}
         self._tokens, self._in_update = self._no_tokens(), False
@@ -172,8 +172,8 @@ class MeanFigures:
         return torch.tensor(values, dtype=self._dtype, device=self._device)
 
     def adopt(self, states: list[State]) -> None:
-        """Restore the sums of a run on another number of ranks: the first rank gets all of them."""
-        mine = states if self._rank == 0 else []
+        """Restore the sums of a run on other ranks: one rank gets all of them."""
+        mine = states if self._adopts else []
         self._tokens = torch.tensor(sum(s["tokens"] for s in mine), dtype=torch.int64, device=self._device)
         self.forget(training=True)
         for state in mine:

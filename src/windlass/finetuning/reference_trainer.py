@@ -46,6 +46,14 @@ class SyncRefModelCallback(TrainerCallback):
     def __init__(self, ref_model: nn.Module, accelerator: Any) -> None:
         self.ref_model, self.accelerator = ref_model, accelerator
 
+    def on_train_begin(
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Raise ModelError before the first update if no later one could move the reference."""
+        check_divided_alike(
+            self.accelerator.unwrap_model(self.ref_model), self.accelerator.unwrap_model(model)
+        )
+
     def on_step_end(
         self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
     ) -> None:
@@ -56,19 +64,20 @@ class SyncRefModelCallback(TrainerCallback):
             )
 
 
-@torch.no_grad()
-def move_towards(reference: nn.Module, model: nn.Module, alpha: float) -> None:
-    """Mix a share `alpha` of the parameters of `model` into those of `reference`.
-
-    Raises:
-        ModelError: they are divided over ranks in different ways.
-    """
+def check_divided_alike(reference: nn.Module, model: nn.Module) -> None:
+    """Raise ModelError if the parameters of two models are divided over ranks in different ways."""
     for own, other in zip(reference.parameters(), model.parameters(), strict=True):
         if own.shape != other.shape or type(own.data) is not type(other.data):
             raise ModelError(
                 "sync_ref_model=True: the reference is not divided over ranks as the model is, so it cannot be moved; "
-                "train without it, or without sharding"
+                "train without it, or without tp_size and ep_size"
             )
+
+
+@torch.no_grad()
+def move_towards(reference: nn.Module, model: nn.Module, alpha: float) -> None:
+    """Mix a share `alpha` of the parameters of `model` into those of `reference`, which is divided as `model` is."""
+    for own, other in zip(reference.parameters(), model.parameters(), strict=True):
         own.data.mul_(1.0 - alpha).add_(other.data.to(own.dtype), alpha=alpha)
 
 
@@ -238,13 +247,20 @@ class ReferenceState:
     def state_dict(self) -> State:
         return {str(at): local(parameter) for at, parameter in enumerate(self._model.parameters())}
 
+    def is_divided_as(self, state: State) -> bool:
+        """Return True if this rank has as much of each weight as the one that saved `state`."""
+        return all(
+            local(parameter).shape == state[str(at)].shape
+            for at, parameter in enumerate(self._model.parameters())
+        )
+
     def load_state_dict(self, state: State) -> None:
         with torch.no_grad():
             for at, parameter in enumerate(self._model.parameters()):
                 local(parameter).copy_(state[str(at)])
 
     def adopt(self, states: list[State]) -> None:
-        """Restore the weights of a run on another number of ranks. Raises CheckpointError if its ranks had neither
+        """Restore the weights of a run whose ranks had other parts of them. Raises CheckpointError if they had neither
         whole weights nor rows of them one behind another.
         """
         with torch.no_grad():

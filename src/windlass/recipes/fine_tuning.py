@@ -241,7 +241,10 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     folder = Path(args.output_path) / FOLDER
     texts = list(tuning_texts(first_rows(rows), recipe.data.text_column))
     settings = _settings_of(spec, recipe.data, args.seed, texts, tokenizer)
-    all_ranks = Session.open(args).all_ranks
+    own = _base_arguments(folder, spec, args)
+    # In the layout of a base, which shares out its rows. The trainer that follows divides the model as it is asked to;
+    # the reverse is not possible in one process.
+    all_ranks = Session.open(own).all_ranks
     kept = all_ranks.gather_objects(_is_kept(folder, settings, parts.resumed))
     if all(kept):
         return folder
@@ -259,7 +262,7 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         model = new_base(spec, tokenizer)
     trainer = Trainer(
         model,
-        _base_arguments(folder, spec, args),
+        own,
         default_data_collator,
         pack(texts, tokenizer, spec.block_size),
         processing_class=tokenizer,

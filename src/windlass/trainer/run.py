@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from windlass.accelerator.saved_parts import Generators, RankPart, SavedPart
+from windlass.accelerator.saved_parts import Generators, RankPart, SavedPart, described_ranks
 from windlass.callbacks.run_record import RunRecord, status_of
 from windlass.config.plan import UpdateSize
 from windlass.core.events import TrainerState
@@ -82,7 +82,7 @@ class Run(Interruptible):
         self.reports = RunReports(context, self.ledger, record)
         self.pending = PendingEvaluation()
         self.checkpoints.parts = self._list_parts()
-        self.first_tokens = 0
+        self.first_tokens, self._ranks = 0, described_ranks(context.all_ranks)
 
     def _new_loop(self, source: GroupSource) -> Loop:
         plan, context = self.context.plan, self.context
@@ -121,7 +121,13 @@ class Run(Interruptible):
             *self.reports.parts(),
             RankPart("buffers", own, adopt=own.adopt),
             *(
-                RankPart(f"registered-{number}", owner, optional=True, adopt=partial(_take_over, owner, all_ranks))
+                RankPart(
+                    f"registered-{number}",
+                    owner,
+                    optional=True,
+                    adopt=partial(_take_over, owner, all_ranks),
+                    fits=getattr(owner, "is_divided_as", None),
+                )
                 for number, owner in enumerate(context.services.accelerator.registered_objects)
             ),
             RankPart("rng", Generators(context.session.device), adopt=partial(_reseed, self.seed_step, state)),
@@ -165,7 +171,7 @@ class Run(Interruptible):
         try:
             with self.executor.averaged():
                 loss = self.context.services.loss.facts()
-                self.checkpoints.save({"loss": loss, "trained": self.trained()}, script)
+                self.checkpoints.save({"loss": loss, "trained": self.trained(), **self._ranks}, script)
             if wait:
                 self.checkpoints.finish()  # no later update does, and the process may end
         finally:
@@ -234,8 +240,8 @@ def _take_over(owner: Stateful, all_ranks: Gang, states: list[State]) -> None:
         adopt(states)
         return
     logger.warning(
-        "%d process(es) saved a state of a registered object, this run has %d: each takes that of its rank, "
-        "further ones that of rank 0", len(states), all_ranks.size
+        "%d process(es) saved a state of a registered object, this run has %d, or another layout of them: each takes "
+        "that of its rank, further ones that of rank 0", len(states), all_ranks.size
     )  # fmt: skip
     owner.load_state_dict(states[all_ranks.rank if all_ranks.rank < len(states) else 0])
 

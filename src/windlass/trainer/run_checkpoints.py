@@ -28,6 +28,7 @@ from windlass.checkpoint.store import SaveDropped, Store
 from windlass.checkpoint.weights import WEIGHTS_NAME, weights_bytes
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
+from windlass.core.job_signals import handled_later
 from windlass.core.logs import get_job_logger, showing_place
 from windlass.core.run_clock import CALLBACKS, SAVE, run_clock
 from windlass.core.threads import THREADS
@@ -152,7 +153,9 @@ class RunCheckpoints:
         content, error = None, None
         # A part that fails to return its state must not leave other ranks waiting in the exchange below.
         try:
-            content = self._content(manager.store, script).encoded()
+            # Nor one that gets Ctrl-C between two exchanges of sharded weights.
+            with handled_later() if self._all_ranks.size > 1 else contextlib.nullcontext():
+                content = self._content(manager.store, script).encoded()
             if manager.store.is_writer:
                 # Within training the folder must still be this run's; a save after it takes the lock again. Only now:
                 # other ranks may have waited for this one in the exchanges of the lines above.
@@ -163,10 +166,11 @@ class RunCheckpoints:
                 self._script_files.clear()
         # Small files are first written into the system's temporary folder, which may be full.
         only_this_save = isinstance(error, Exception) and costs_one_save(error)
-        everywhere = self._all_ranks.gather_objects(None if error is None else [only_this_save, f"{error}"])
+        failure = None if error is None else [only_this_save, f"{error}" or type(error).__name__]
+        everywhere = self._all_ranks.gather_objects(failure)
         if error is not None and not only_this_save:
             raise error
-        failed = [(rank, *failure) for rank, failure in enumerate(everywhere) if failure is not None]
+        failed = [(rank, *its) for rank, its in enumerate(everywhere) if its is not None]
         for rank, costs_one, reason in failed:
             if not costs_one:
                 raise CheckpointError(
@@ -283,8 +287,12 @@ class RunCheckpoints:
         save_model, self._script_files = script.save_model, ScriptFiles(store, step)
 
         def write(folder: Path) -> None:
-            with showing_place("transformers", folder, store.path_for(step)):
-                save_model(folder)
+            try:
+                with showing_place("transformers", folder, store.path_for(step)):
+                    save_model(folder)
+            except CheckpointError as error:
+                # On all ranks: the disk refused the model of one of them, which costs this save.
+                raise SaveDropped(str(error)) from error
 
         self._script_files.write_by(write)
         self._script_files.leave_out(_STATE)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from windlass.accelerator.saved_parts import reading
+from windlass.accelerator.saved_parts import reading, same_ranks
 from windlass.checkpoint.foreign import format_of
 from windlass.checkpoint.history import checked_state, complete_state
 from windlass.checkpoint.manager import Checkpoint
@@ -62,10 +62,10 @@ class RunRestorer:
         logger.info("continuing from %s at step %d", checkpoint.folder, checkpoint.step)
 
     def _restore(self, checkpoint: Checkpoint, restore_callback_args: bool, rolling_back: bool) -> None:
-        if checkpoint.world_size != self._all_ranks.size:
+        if not same_ranks(checkpoint, self._all_ranks):
             logger.warning(
-                "%s was saved by %d process(es), this run has %d: the order of samples is unchanged, but the bits of "
-                "dropout and of sums over ranks differ",
+                "%s was saved by %d process(es), this run has %d, or another layout of them: the order of samples is "
+                "unchanged, but the bits of dropout and of sums over ranks differ",
                 checkpoint.folder,
                 checkpoint.world_size,
                 self._all_ranks.size,

@@ -41,7 +41,7 @@ class Session:
         if dist.pipeline is None:
             return self.all_ranks.over("model").rank == 0
         last = self.all_ranks.over("pipeline").rank == dist.pipeline.placement[-1]
-        return last and self.all_ranks.over("tensor").rank == 0
+        return last and self.all_ranks.over("tensor").rank == self.all_ranks.over("context").rank == 0
 
     @classmethod
     def open(cls, args: TrainingArguments) -> Session:

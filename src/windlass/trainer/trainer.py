@@ -890,6 +890,12 @@ class Trainer:
         if (staged := services.spread_in_stages(self.model, self._engine, self._session)) is not None:
             self._writer = self._new_writer(staged)
 
+    def generating(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which every process may call `self.model.generate`, however the model is spread over them: in
+        evaluation mode, with the weights that are evaluated. Random generators are restored at its end. Collective.
+        """
+        return self._services.evaluator.generating(self._model_writer.strategy)
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
