@@ -17,6 +17,7 @@ from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import SaveDropped, Store
 from windlass.core.errors import CheckpointError
+from windlass.dist.gang import Gang
 
 
 @pytest.fixture
@@ -290,6 +291,18 @@ def test_several_ranks_write_one_checkpoint(world: int, tmp_path: Path) -> None:
         *(f"rank-{rank:05d}.json" for rank in range(world)),
     }
     assert sorted(p.name for p in files_of(info.path)) == sorted([*info.files, MANIFEST_NAME])
+
+
+def test_a_rank_that_lost_another_does_not_vote(tmp_path: Path) -> None:
+    class InAnotherExchange(Gang):
+        def vote(self, ok: bool) -> bool:
+            raise AssertionError
+
+    def lost() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        Store(tmp_path, all_ranks=InAnotherExchange()).on_all_ranks(1, lost)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

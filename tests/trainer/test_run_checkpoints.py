@@ -22,6 +22,7 @@ from tests.trainer.small import (
 
 from windlass import DataCollatorWithPadding, Trainer, load_weights
 from windlass.core.errors import CheckpointError, ConfigError
+from windlass.dist.gang import Gang
 
 transformers = pytest.importorskip("transformers", reason="reads the checkpoints")
 
@@ -185,4 +186,30 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     trainer = Trainer(Net(), saving(tmp_path / "file" / "out"), train_dataset=rows(8))
     with pytest.raises(ConfigError, match="output_dir"):
+        trainer.train()
+
+
+def test_a_rank_that_lost_another_leaves_without_an_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may still be in one of those before: with four ranks, two would wait for each other."""
+    lost, gather = [], Gang.gather_objects
+
+    class Loses:
+        def state_dict(self) -> dict[str, Any]:
+            if trainer.state.global_step == 0:  # it is tried before a run begins
+                return {}
+            lost.append(True)
+            raise RuntimeError("Connection reset by peer")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def in_another_one(gang: Gang, value: Any) -> list[Any]:
+        assert not lost
+        return gather(gang, value)
+
+    monkeypatch.setattr(Gang, "gather_objects", in_another_one)
+    trainer = Trainer(Net(), saving(tmp_path), train_dataset=rows(8))
+    trainer.accelerator.register_for_checkpointing(Loses())
+    with pytest.raises(RuntimeError, match="reset by peer"):
         trainer.train()
