@@ -199,7 +199,8 @@ def test_a_recipe_is_dry_run_trained_interrupted_and_resumed(room: Path) -> None
 def test_a_base_that_is_interrupted_is_continued_and_not_taken_for_complete(room: Path) -> None:
     pytest.importorskip("transformers")
     screens.furnish(room)
-    words = ["train", "sft-gsm8k", *screens.TUNING, "base.max_steps=400", "training.max_steps=2"]
+    # Some seconds of training: what is typed on a busy machine comes late.
+    words = ["train", "sft-gsm8k", *screens.TUNING, "base.max_steps=1200", "training.max_steps=2"]
     with Terminal() as terminal:
         terminal.run("windlass", *words, cwd=room)
         terminal.until("\n  50 ")
