@@ -6,7 +6,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from windlass.config import kinds
@@ -88,6 +88,7 @@ def test_says_what_it_needs(read: Any, raw: Any, why: str) -> None:
         read(raw)
 
 
+@example("~no such user")
 @given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())))
 def test_every_reader_reads_or_says_why(raw: Any) -> None:
     for key in KEYS.values():

@@ -274,7 +274,7 @@ def read_document(text: str) -> dict[str, Any]:
     """
     source = text if text.lstrip().startswith("{") else None
     try:
-        value = parse_json(read_text(Path(text).expanduser()) if source is None else source)
+        value = parse_json(read_text(Path(os.path.expanduser(text))) if source is None else source)
     except OSError as error:
         raise ValueError(f"is neither JSON nor a readable file ({error.strerror})") from None
     except ValueError as error:
