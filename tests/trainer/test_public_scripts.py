@@ -176,13 +176,14 @@ def test_an_argument_that_a_run_reads_no_more_is_not_changed_in_silence(
 ) -> None:
     class Changing(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            args.gradient_accumulation_steps = 2
+            args.gradient_accumulation_steps = 2 if state.global_step < 3 else 3
 
     with caplog.at_level("WARNING", "windlass"):
         Trainer(Net(), arguments(logging_steps=1), train_dataset=ROWS, callbacks=[Changing()]).train()
     warned = [line for line in caplog.messages if "gradient_accumulation_steps" in line]
-    assert len(warned) == 1
-    assert "from 1 to 2" in warned[0]
+    assert len(warned) == 2
+    assert ["from 1 to 2" in warned[0], "from 1 to 3" in warned[1]] == [True, True]
+    assert all("goes on with 1" in line for line in warned)
 
 
 @pytest.mark.parametrize("name", ["_wrap_model", "_nested_gather"])

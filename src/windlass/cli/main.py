@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             code = _dispatch(arguments)
             # What others print is their result: a file that a full disk cut short must not be taken for it.
-            return code or EXIT_USER_ERROR * (STDOUT.was_lost and arguments[:1] not in _TRAINING)
+            if code == 0 and STDOUT.was_lost and arguments[:1] not in _TRAINING:
+                return EXIT_USER_ERROR
+            return code
     except WindlassError as error:
         if not _left_to_launcher(error):
             say(folded_message(f"windlass: {error}"), error=True)

@@ -101,7 +101,7 @@ class DueWork:
         self._pending = run.pending
         self._beacon, self._clock = beacon(), run_clock()
         self._started = Moment()
-        self._read_once = self._events.read_once()
+        self._read_once = self._seen = self._events.read_once()  # as the run began, and last
         self._saved_step = 0
 
     def begin(self, started: Moment) -> None:
@@ -154,13 +154,13 @@ class DueWork:
     def _warn_of_changes(self) -> None:
         present = self._events.read_once()
         for name, value in self._read_once.items():
-            if present[name] != value:
+            if present[name] not in (value, self._seen[name]):
                 logger.warning(
                     "args.%s was changed from %s to %s while the run trains, which goes on with %s: stop it (control."
                     "should_training_stop) and call train(resume_from_checkpoint=True) for another value",
                     *(name, value, present[name], value),
                 )
-        self._read_once = present
+        self._seen = present
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
