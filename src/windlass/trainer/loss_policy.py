@@ -184,7 +184,7 @@ class LossPolicy:
         """The count that the hooks get for the micro-batch that the normaliser's scope is."""
         return self.script.count(of_update, self.normaliser.targets, self._device, note=self.is_unreported)
 
-    def in_evaluation(self, count_targets: Callable[[Any], float], batch: Any) -> dict[str, Tensor]:
+    def in_evaluation(self, count_targets: Callable[[Any], float], batch: Any) -> dict[str, Any]:
         """What `compute_loss` gets beside a batch of an evaluation: for a script's loss the count of the batch's own
         targets, so that the loss is a mean over them. Nothing if the loss takes no count, or if its code names the
         number of processes and no training has shown yet what it does with it.
