@@ -113,7 +113,6 @@ class LossPolicy:
         self._model_ranks = session.all_ranks.over("model")
         self.script = ScriptLoss(self._data_ranks, accelerator.gradient_state)
         self.without_logits = WithoutLogits(self._device, self._data_ranks.sum)
-        self._in_run = False
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
         """Start with this model."""
@@ -136,7 +135,8 @@ class LossPolicy:
         self.settings = settings
         self.takes_count = takes(hooks.compute_loss, "num_items_in_batch")
         self.step_takes_count = takes(hooks.training_step, "num_items_in_batch")
-        if not self._in_run:  # a run reads the code again with its first batch
+        # A run, whose losses are looked at, reads the code again with its first batch.
+        if not self.normaliser.watchers:
             known = self.script.complete if self.measured else None
             self.script.begin(settings.declared, self._counting_functions(hooks), earlier=known)
 
@@ -148,11 +148,11 @@ class LossPolicy:
         """Measure the first batch again, except what an earlier part of the run has `saved` as its `facts`."""
         self.normaliser.watchers = (self._look,) if self.settings.watched else ()
         self.measured, self._saved = False, saved or {}
-        self.without_logits.used, self._in_run = False, True
+        self.without_logits.used = False
 
     def end_run(self) -> None:
         """Look at no further losses: no script passes one to backward."""
-        self.normaliser.watchers, self._in_run = (), False
+        self.normaliser.watchers = ()
 
     def facts(self) -> State:
         """The measured properties of the loss, for a checkpoint: a resumed run must use the same ones."""
