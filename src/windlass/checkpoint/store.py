@@ -77,6 +77,7 @@ class Store:
         name: of the folder of a checkpoint; without `{step}` there is one folder, which each save replaces.
 
     Attributes:
+        pattern: a regular expression for the names of its folders.
         is_writer: this rank creates, commits and removes the folders of its disk; the others only write into them.
     """
 
@@ -91,9 +92,9 @@ class Store:
     ) -> None:
         self.root = Path(root)
         self._name = name
-        stem = folder_pattern(name)
-        self._folder = re.compile(rf"(?:replaced-)?{stem}")
-        self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{stem}")
+        self.pattern = folder_pattern(name)
+        self._folder = re.compile(rf"(?:replaced-)?{self.pattern}")
+        self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{self.pattern}")
         all_ranks = all_ranks or Gang()
         self.rank, self.ranks = all_ranks.rank, all_ranks.size
         self.vote, self.barrier, self.gather = all_ranks.vote, all_ranks.barrier, all_ranks.gather_objects
