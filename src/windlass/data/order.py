@@ -49,7 +49,17 @@ def known_length(data: Any) -> int | None:
         return None
 
 
+class Measured:
+    """A map-style dataset that knows the lengths of its samples, which are not in one column."""
+
+    def sample_lengths(self) -> np.ndarray[Any, Any]:
+        """The number of tokens of each sample, in order."""
+        raise NotImplementedError
+
+
 def _measure(dataset: Any, column: str, tokens: str) -> Any:
+    if isinstance(dataset, Measured):
+        return dataset.sample_lengths()
     columns = getattr(dataset, "column_names", None)
     if columns is not None and hasattr(dataset, "select_columns"):
         if column in columns:
