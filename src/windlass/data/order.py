@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.core.rng import STREAM_ORDER, derive_seed
 from windlass.data.seeding import Sandbox, first_seed, rewind, set_epochs
 
@@ -88,7 +88,7 @@ def _length(sample: Any, index: int, column: str, tokens: str) -> int:
     )
 
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 class Order(Sampler[int]):
