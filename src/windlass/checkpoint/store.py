@@ -29,7 +29,7 @@ from windlass.checkpoint.staged import StagedCheckpoint, folder_pattern
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import named
 from windlass.core.logs import get_logger
-from windlass.dist.ending import lost_another_rank
+from windlass.dist.ending import leaves_others
 from windlass.dist.gang import Gang
 
 _logger = get_logger(__name__)
@@ -346,7 +346,7 @@ class Store:
         try:
             result = work()
         except BaseException as error:
-            if not lost_another_rank(error):  # the others lose it too, and may be in another exchange
+            if not leaves_others(error):  # the others may be in another exchange
                 self.vote(False)
             raise
         if not self.vote(True):

@@ -33,7 +33,7 @@ from windlass.core.logs import get_job_logger, showing_place
 from windlass.core.run_clock import CALLBACKS, SAVE, run_clock
 from windlass.core.threads import THREADS
 from windlass.core.whole_file import write_whole
-from windlass.dist.ending import lost_another_rank
+from windlass.dist.ending import leaves_others
 from windlass.trainer.best_tracker import Best, BestTracker
 from windlass.trainer.hooks import SavedByScript, WriteModel
 from windlass.trainer.resuming import CheckpointSource
@@ -165,8 +165,8 @@ class RunCheckpoints:
             error = raised
             if self._script_files is not None:
                 self._script_files.clear()
-            if lost_another_rank(raised):
-                raise  # the others lose it too, and may be in an exchange of their content
+            if leaves_others(raised):
+                raise  # the others may be in an exchange of their content
         # Small files are first written into the system's temporary folder, which may be full.
         only_this_save = isinstance(error, Exception) and costs_one_save(error)
         failure = None if error is None else [only_this_save, f"{error}" or type(error).__name__]
