@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -262,3 +263,35 @@ def test_a_run_with_the_schedule_that_shows_adafactors_rates_is_resumed_to_the_b
     assert len(found[0][0]) == 4
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+class Composite(torch.optim.Optimizer):
+    """Hands its groups to an optimizer that has the momentum."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "momentum": 0.9})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_an_optimizer_in_another_one_is_resumed_to_the_bit_once_it_is_registered(
+    registered: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = Net()
+        optimizer = Composite(model.parameters())
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2, lr_scheduler_type="linear")
+        trainer = Trainer(model, args, train_dataset=rows(16), optimizers=(optimizer, None))
+        if registered:
+            trainer.accelerator.register_for_checkpointing(optimizer.base)
+        trainer.train(resume_from_checkpoint=resume)
+        assert optimizer.base.param_groups is optimizer.param_groups
+        found.append([p.tolist() for p in model.parameters()])
+    assert (found[0] == found[1]) == registered
+    assert ("Composite.base is an optimizer with a state of its own" in caplog.text) != registered

@@ -19,10 +19,10 @@ from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import written_by
 from windlass.checkpoint.manager import Checkpoint, weights_file
 from windlass.checkpoint.nodes import Disks, whole_on_one_disk
-from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
+from windlass.checkpoint.optimizer_state import KeepsOwnState, save_optimizer_state, split_optimizer_state
 from windlass.checkpoint.sharded import parts_of_rank
 from windlass.core.errors import CheckpointError, Problem, WindlassError
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.mesh import VIEWS
 from windlass.core.module_state import state_of, values_of, with_copied_buffers
 from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, rng_state, seed_generators
@@ -56,7 +56,19 @@ class SavedPart:
         if self.optional and not checkpoint.has(name):
             return
         with reading(checkpoint, name):
-            self.owner.load_state_dict(checkpoint.shared(name))
+            load_in_place(self.owner, checkpoint.shared(name))
+
+
+def load_in_place(owner: Stateful, state: State) -> None:
+    """Load a state. An optimizer keeps its groups, the list and the dicts, which it may share with one that contains
+    it: PyTorch replaces them, and a schedule would no longer reach both.
+    """
+    groups = owner.param_groups if isinstance(owner, torch.optim.Optimizer) else None
+    owner.load_state_dict(state)
+    if isinstance(owner, torch.optim.Optimizer) and groups is not None:
+        loaded, owner.param_groups = owner.param_groups, groups
+        for group, values in zip(groups, loaded, strict=True):
+            group.update(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +88,7 @@ class RankPart(SavedPart):
                 checkpoint.per_rank(self.name, all_ranks.rank) if same_ranks(checkpoint, all_ranks) else None
             )
             if own is not None and (self.fits is None or self.fits(own)):
-                self.owner.load_state_dict(own)
+                load_in_place(self.owner, own)
             elif self.adopt is not None:
                 self.adopt([checkpoint.per_rank(self.name, rank) for rank in range(checkpoint.world_size)])
 
@@ -236,17 +248,26 @@ def _version_of(value: Tensor) -> int:
 
 
 def saved_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, in_parts: bool
+    optimizer: torch.optim.Optimizer, model: nn.Module, in_parts: bool, registered: Sequence[object]
 ) -> tuple[State, Mapping[str, Tensor]]:
     """The state of an optimizer for the main process to write, and the tensors of which every rank writes its part
-    (none unless `in_parts`). Collective.
+    (none unless `in_parts`). Collective. Warns of another optimizer in it that is not `registered`.
     """
+    held = {} if isinstance(optimizer, KeepsOwnState) else vars(optimizer)
+    for name, inner in held.items():
+        own = isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
+        if own and any(inner.state.values()) and not any(owner is inner for owner in registered):
+            warn_once(
+                _log,
+                f"{type(optimizer).__name__}.{name} is an optimizer with a state of its own, which checkpoints lack: "
+                f"accelerator.register_for_checkpointing(optimizer.{name}) adds it, for resumed runs",
+            )
     return (
         split_optimizer_state(optimizer, model) if in_parts else (save_optimizer_state(optimizer, model), {})
     )
 
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 
 
 class LoopContent:
@@ -291,7 +312,9 @@ class LoopContent:
         for index, optimizer in enumerate(prepared.optimizers):
             name, executor = f"optimizer_{index}", prepared.executors.executor_of(optimizer)
             in_parts = executor.strategy.saves_parts
-            shared[name], parts = saved_optimizer(executor.optimizer, prepared.owner_of(optimizer), in_parts)
+            shared[name], parts = saved_optimizer(
+                executor.optimizer, prepared.owner_of(optimizer), in_parts, prepared.custom
+            )
             spread |= {name: parts} if in_parts else {}
         # Last: nothing here is collective, so a part that fails to return its state on one rank leaves none waiting.
         of_all, of_rank = states_of(self._parts())

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from windlass.accelerator.saved_parts import Generators, RankPart, SavedPart, described_ranks
+from windlass.accelerator.saved_parts import (
+    Generators,
+    RankPart,
+    SavedPart,
+    described_ranks,
+    load_in_place,
+)
 from windlass.callbacks.run_record import RunRecord, status_of
 from windlass.config.plan import UpdateSize
 from windlass.core.events import TrainerState
@@ -243,7 +249,7 @@ def _take_over(owner: Stateful, all_ranks: Gang, states: list[State]) -> None:
         "%d process(es) saved a state of a registered object, this run has %d, or another layout of them: each takes "
         "that of its rank, further ones that of rank 0", len(states), all_ranks.size
     )  # fmt: skip
-    owner.load_state_dict(states[all_ranks.rank if all_ranks.rank < len(states) else 0])
+    load_in_place(owner, states[all_ranks.rank if all_ranks.rank < len(states) else 0])
 
 
 def _reseed(seed_step: StepSeeder, state: TrainerState, states: list[State]) -> None:

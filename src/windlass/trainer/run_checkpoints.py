@@ -263,7 +263,9 @@ class RunCheckpoints:
         spread: dict[str, Mapping[str, Any]] = {"model": model.state} if model.in_parts else {}
         if not self._plan.model_only:
             optimizer, in_parts = self._context.built.executor.optimizer, files.strategy.saves_parts
-            shared["optimizer"], divided = saved_optimizer(optimizer, files.model, in_parts)
+            shared["optimizer"], divided = saved_optimizer(
+                optimizer, files.model, in_parts, [part.owner for part in self.parts]
+            )
             spread |= {"optimizer": divided} if in_parts else {}
         state = self._events.saved_state()  # whose averages of sharded weights are gathered
         by_script = self._by_save_model(store, script)
