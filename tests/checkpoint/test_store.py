@@ -17,6 +17,7 @@ from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import SaveDropped, Store
 from windlass.core.errors import CheckpointError
+from windlass.dist.ending import exchanging
 from windlass.dist.gang import Gang
 
 
@@ -293,7 +294,7 @@ def test_several_ranks_write_one_checkpoint(world: int, tmp_path: Path) -> None:
     assert sorted(p.name for p in files_of(info.path)) == sorted([*info.files, MANIFEST_NAME])
 
 
-def test_a_rank_that_lost_another_does_not_vote(tmp_path: Path) -> None:
+def test_a_rank_whose_others_are_in_another_exchange_does_not_vote(tmp_path: Path) -> None:
     class InAnotherExchange(Gang):
         def vote(self, ok: bool) -> bool:
             raise AssertionError
@@ -301,8 +302,15 @@ def test_a_rank_that_lost_another_does_not_vote(tmp_path: Path) -> None:
     def lost() -> None:
         raise RuntimeError("Connection closed by peer")
 
+    @exchanging()
+    def without_memory() -> None:
+        raise MemoryError
+
+    store = Store(tmp_path, all_ranks=InAnotherExchange())
     with pytest.raises(RuntimeError, match="closed by peer"):
-        Store(tmp_path, all_ranks=InAnotherExchange()).on_all_ranks(1, lost)
+        store.on_all_ranks(1, lost)
+    with pytest.raises(MemoryError):
+        store.on_all_ranks(1, without_memory)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

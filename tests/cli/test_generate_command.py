@@ -200,8 +200,51 @@ def test_an_adapter_is_put_on_its_base(tmp_path: Path, capsys: Shown) -> None:
     with torch.no_grad():
         assert torch.allclose(model(**ids).logits, adapted.eval()(**ids).logits, atol=1e-6)
     assert main(["generate", str(tmp_path / "adapter"), "the cat", "--base", base, *GREEDY]) == 0
-    assert main(["generate", str(tmp_path / "adapter"), "the cat", "--base", "./nothing"]) == 2
-    assert "./nothing" in capsys.readouterr().err
+    asked = ["generate", str(tmp_path / "adapter"), "the cat"]
+    assert main([*asked, "--base", "./nothing"]) == 2
+    assert re.search(
+        r"'\./nothing' cannot be .*the base of the adapter .*--base names", capsys.readouterr().err
+    )
+    wider = small.saved(tmp_path / "wider", hidden_size=32)
+    assert main([*asked, "--base", wider]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"adapter does not fit its base: .*the shape \[16, 8\] there and \[32, 8\] on", said), (
+        said
+    )
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("adapter_model.safetensors", "cut", r"the adapter '.*' cannot be loaded: SafetensorError: "),
+        ("adapter_config.json", "{", r"adapter_config.json is not valid JSON"),
+        ("adapter_config.json", "[]", r"adapter_config.json does not name the base"),
+        (
+            "adapter_config.json",
+            '{"base_model_name_or_path": "BASE", "peft_type": "NEW"}',
+            r"loaded: KeyError: 'NEW'",
+        ),
+        # The tokenizer of the base may have other tokens.
+        ("tokenizer.json", "{", r"the tokenizer '.*/adapter' cannot be loaded: "),
+        ("chat_template.jinja", "{% if %}", r"the chat template cannot render the conversation: "),
+    ],
+)
+def test_a_damaged_adapter_is_an_error_of_one_line(
+    file: str, content: str, words: str, tmp_path: Path, capsys: Shown
+) -> None:
+    peft = pytest.importorskip("peft")
+    base = small.saved(tmp_path / "base")
+    adapted = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(task_type="CAUSAL_LM")
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    small.tokenizer().save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / file).write_text(content.replace("BASE", base))
+    assert main(["generate", str(tmp_path / "adapter"), "the cat"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(words, said), said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

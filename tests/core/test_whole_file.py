@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.core.whole_file import open_new, write_whole
+from windlass.core.whole_file import open_new, remove_unfinished, write_whole
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -49,6 +49,15 @@ def test_of_two_that_write_the_same_file_at_once_one_is_the_last(
     write_whole(path, "this one")
     assert (seen, path.read_text()) == (["the other"], "this one")
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    kept = ["a.json", "tmp-a.json", "tmp-a.json-mine", "tmp-b.json-0123456789abcdef"]
+    for name in ("tmp-a.json-0123456789abcdef", *kept):
+        (tmp_path / name).touch()
+    remove_unfinished(tmp_path / "a.json")
+    remove_unfinished(tmp_path / "folder" / "a.json")
+    assert sorted(os.listdir(tmp_path)) == kept
 
 
 FILLS = """

@@ -90,9 +90,31 @@ def test_what_cannot_be_pickled_is_an_error_too() -> None:
     assert "shm" not in str(caught.value)
 
 
-def test_advice_is_given_on_shared_memory_alone() -> None:
+def test_advice_is_given_on_what_is_short_alone() -> None:
     assert advice("the disk is on fire") == ""
     assert "--shm-size" in advice(FULL)
+
+
+def tensors(samples: list[int]) -> list[torch.Tensor]:
+    """Two tensors, and later forty: each takes an open file of the worker, and one of the loader's process."""
+    return [torch.tensor(samples) for _ in range(2 if samples[0] < 4 else 40)]
+
+
+@pytest.mark.parametrize("limits", ["both", "the reader"])
+def test_too_few_open_files(limits: str) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/dev/fd")) + 16, before[1]
+    batches = read_batches(loader(tensors), Reader("training"))
+    try:
+        if limits == "both":
+            resource.setrlimit(resource.RLIMIT_NOFILE, few)
+        next(batches)
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+        with pytest.raises(WorkerError, match=rf"may have {few[0]} files open(?s:.*)ulimit -n"):
+            list(batches)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a small /dev/shm")

@@ -84,6 +84,15 @@ def test_a_loss_that_raises_while_another_rank_reads_data_ends_both(tmp_path: Pa
     assert "Another rank ended first" in lost
 
 
+@pytest.mark.dist
+def test_a_rank_without_memory_for_the_weights_of_a_checkpoint_ends_both(tmp_path: Path) -> None:
+    """The other one waits in the exchange of the next weight."""
+    (other, lost), (own, said) = ends_of(ROOT / "tests" / "trainer" / "failing_gather.py", str(tmp_path))
+    assert (own, other) == (1, 1), said + lost
+    assert "MemoryError: no memory for it" in said
+    assert "Another rank ended first" in lost
+
+
 def test_the_error_of_a_lost_connection_is_known() -> None:
     assert lost_another_rank(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4"))
     assert not lost_another_rank(ValueError("my own mistake"))

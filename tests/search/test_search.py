@@ -44,8 +44,12 @@ def test_a_killed_search_ends_as_one_that_was_not(backend: str, tmp_path: Path) 
     code, _ = end_of(SCRIPT, tmp_path / "killed", backend, 2)
     assert code == -signal.SIGKILL
     assert [trial["state"] for trial in trials_in(tmp_path / "killed")] == ["complete", "complete", "running"]
+    # What kills within the writing of small files leave, of the search and of its trial.
+    for left in ("tmp-search.json", "run-2/tmp-run.json", "run-2/tmp-.windlass-failure-1.json"):
+        (tmp_path / "killed" / f"{left}-0123456789abcdef").touch()
     code, again = end_of(SCRIPT, tmp_path / "killed", backend, -1)
     assert code == 0, again
+    assert not list((tmp_path / "killed").rglob("tmp-*"))
     code, whole = end_of(SCRIPT, tmp_path / "whole", backend, -1)
     assert code == 0, whole
     assert trials_in(tmp_path / "killed") == trials_in(tmp_path / "whole")
@@ -177,16 +181,17 @@ class Fails(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("event", "step", "every"),
+    ("event", "step", "every", "evaluated"),
     [
-        pytest.param("on_step_begin", 2, 2, id="evaluated and saved, not yet judged"),
-        pytest.param("on_step_end", 3, 2, id="judged, not yet ended"),
-        pytest.param("on_train_end", 3, 3, id="ended and saved, not yet noted"),
+        pytest.param("on_step_begin", 2, 2, 2, id="evaluated and saved, not yet judged"),
+        pytest.param("on_step_end", 3, 2, 2, id="judged, not yet ended"),
+        pytest.param("on_train_end", 3, 3, 2, id="ended and saved, not yet noted"),
+        pytest.param("on_train_end", 2, 2, 1, id="ended, evaluated once more and saved, not yet noted"),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_trial_is_pruned_where_one_that_was_not_is(
-    event: str, step: int, every: int, backend: str, tmp_path: Path
+    event: str, step: int, every: int, evaluated: int, backend: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"pruner": "median"}
     if backend == "optuna":
@@ -196,12 +201,12 @@ def test_a_killed_trial_is_pruned_where_one_that_was_not_is(
 
     def search(folder: Path, *callbacks: Any) -> list[dict[str, Any]]:
         trainer = trainer_of(folder, *callbacks)
-        trainer.args.save_steps = every
+        trainer.args.save_steps, trainer.args.eval_steps = every, evaluated
         trainer.hyperparameter_search(rates, n_trials=5, backend=backend, **options)
         return trials_in(folder)
 
     whole = search(tmp_path / "whole")
-    assert whole[-1]["reason"] == "at update 2"
+    assert whole[-1]["reason"] == f"at update {evaluated}"
     with pytest.raises(RuntimeError, match="killed"):
         search(tmp_path / "killed", Fails("run-4", event, step))
     assert trials_in(tmp_path / "killed")[-1]["state"] == "running"

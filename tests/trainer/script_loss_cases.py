@@ -232,6 +232,7 @@ def run(way: str, kind: str, factor: float, place: Path, micro: int, accumulatio
         "loss": [row["loss"] for row in history],
         "norm": [row["grad_norm"] for row in history],
         "weights": _flat(trainer.model),
+        "evaluated": [trainer.evaluate(trainer.train_dataset)["eval_loss"]],
     }
 
 
@@ -242,14 +243,16 @@ def by_hand(way: str, kind: str, factor: float, updates: int | None = None) -> O
     alone = SimpleNamespace(model=model, accelerator=SimpleNamespace(num_processes=1))
     outcome: Outcome = {"loss": [], "norm": []}
     rows = TRAINED_ROWS if way.startswith("sft") else ROWS
-    for start in range(0, len(rows), UPDATE)[:updates]:
-        batch = collate(rows[start : start + UPDATE])
+
+    def loss_of(rows: list[Any]) -> Any:
+        batch = collate(rows)
         count = (batch["labels"][:, 1:] != -100).sum()
-        loss = KINDS[kind](
-            model(input_ids=batch["input_ids"])["logits"], batch["labels"], count, factor, alone
-        )
-        if isinstance(loss, LossTerms):
-            loss = loss.sum / loss.weight + sum(loss.aux.values())
+        logits = model(input_ids=batch["input_ids"])["logits"]
+        loss = KINDS[kind](logits, batch["labels"], count, factor, alone)
+        return loss.sum / loss.weight + sum(loss.aux.values()) if isinstance(loss, LossTerms) else loss
+
+    for start in range(0, len(rows), UPDATE)[:updates]:
+        loss = loss_of(rows[start : start + UPDATE])
         loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         outcome["loss"].append(loss.item())
@@ -258,8 +261,7 @@ def by_hand(way: str, kind: str, factor: float, updates: int | None = None) -> O
             for parameter in model.parameters():
                 parameter -= 0.01 * (0 if parameter.grad is None else parameter.grad)
                 parameter.grad = None
-    outcome["weights"] = _flat(model)
-    return outcome
+    return {**outcome, "weights": _flat(model), "evaluated": [loss_of(rows).item()]}
 
 
 def run_loop(kind: str, factor: float, micro: int, accumulation: int) -> list[float]:

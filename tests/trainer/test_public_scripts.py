@@ -76,6 +76,8 @@ def test_an_override_of_save_model_writes_in_checkpoints(arguments: Any, tmp_pat
             (folder / f"{folder.name}.txt").write_text(str(self.state.global_step))
 
     saving = arguments(save_strategy="steps", save_steps=2)
+    # Of a run that was killed in save_model, at a step that is not saved again.
+    (tmp_path / ".windlass-hooks-checkpoint-1" / "checkpoint-1").mkdir(parents=True)
     Heads(Net(), saving, train_dataset=ROWS).train()
     folder = tmp_path / "checkpoint-2"
     assert (folder / "checkpoint-2.txt").read_text() == "2"

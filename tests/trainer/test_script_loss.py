@@ -315,6 +315,14 @@ def end_of(cls: type[Trainer], place: Path) -> str:
     return "trained"
 
 
+@pytest.mark.parametrize("by", ["compute_loss", "function"])
+def test_an_evaluation_without_training_gives_the_count_too(by: str, folder: Path) -> None:
+    for kind in ("token_mean", "complete"):
+        torch.manual_seed(0)
+        found = WAYS[by](KINDS[kind], 1.6, folder, 3, 2).evaluate(ROWS)["eval_loss"]
+        assert found == pytest.approx(by_hand(by, kind, 1.6, updates=0)["evaluated"][0], abs=TOLERANCE)
+
+
 @pytest.mark.parametrize("terms", [True, False])
 def test_reads_of_the_count_are_noted_in_the_first_update_alone(terms: bool, tmp_path: Path) -> None:
     """Noting them costs time in each operation with the count, and one update is enough."""

@@ -29,6 +29,7 @@ from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, rng_stat
 from windlass.core.tensors import address
 from windlass.core.types import State, Stateful
 from windlass.data.prepared_loader import PreparedLoader
+from windlass.dist.ending import exchanging
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import local
 from windlass.transforms.strategy import Strategy
@@ -192,7 +193,8 @@ class SavedModel:
         held = [values[name] for name, p in self._model.named_parameters() if not p.requires_grad]
         frozen = [(id(value), address(local(value)), _version_of(value)) for value in held]
         if self._frozen != frozen:
-            self._frozen, self._fingerprint = frozen, adapter.fingerprint()
+            with exchanging():
+                self._frozen, self._fingerprint = frozen, adapter.fingerprint()
         return self._fingerprint
 
     def content(self, disks: Disks, is_writer: bool) -> ModelState:
@@ -214,7 +216,8 @@ class SavedModel:
         adapter, strategy = self.adapter, self._strategy
         if not (strategy.sharded or (strategy.saves_parts and adapter is not None)):
             return None
-        return strategy.whole_state() if adapter is None else adapter.gathered()
+        with exchanging():
+            return strategy.whole_state() if adapter is None else adapter.gathered()
 
     def of_first_rank(self, nodes: int) -> dict[str, Any]:
         """The model's state dict with rank 0's buffers (running statistics differ between ranks) on each rank that

@@ -35,7 +35,7 @@ from windlass.core.optional import is_imported, version_of
 from windlass.core.redact import is_secret_name, redact_command, redact_text, redact_value
 from windlass.core.run_clock import LATEST, run_clock
 from windlass.core.script_command import Needs
-from windlass.core.whole_file import OutputFolder, parse_json, write_whole
+from windlass.core.whole_file import OutputFolder, parse_json, remove_unfinished, write_whole
 from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
 logger = get_logger(__name__)
@@ -93,6 +93,7 @@ class RunRecord:
         try:
             # Of an earlier attempt: `windlass status` would name its ranks as the reason of this one's end.
             _remove_failures(self._folder.path)
+            remove_unfinished(self._folder.path / RECORD)
             earlier, logged, arguments_before = _earlier(self._folder.path) if step else ([], 0, None)
             # A complete run that is resumed makes no update: its end and its time stay those of the run.
             if earlier and step >= max_steps:
@@ -301,7 +302,8 @@ def _changes(before: Record | None, now: Record) -> dict[str, list[Any]]:
 
 
 def _remove_failures(folder: Path) -> None:
-    for path in folder.glob(_FAILURE.format("*")):
+    name = _FAILURE.format("*")
+    for path in [*folder.glob(name), *folder.glob(f"tmp-{name}-*")]:
         with contextlib.suppress(OSError):
             path.unlink()
 

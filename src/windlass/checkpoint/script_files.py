@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
+
+_PREFIX = ".windlass-hooks-"
 
 
 class ScriptFiles:
@@ -20,7 +23,7 @@ class ScriptFiles:
 
     def __init__(self, store: Store, step: int) -> None:
         name = store.path_for(step).name
-        self._outer = store.root / f".windlass-hooks-{name}"
+        self._outer = store.root / f"{_PREFIX}{name}"
         self.folder = self._outer / name
         self._store = store
 
@@ -53,8 +56,11 @@ class ScriptFiles:
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
 
     def clear(self) -> None:
-        if self._store.is_writer and self._outer.exists():
-            shutil.rmtree(self._outer, ignore_errors=True)
+        """Remove what was written, also by killed processes: the steps that they saved may not be saved again."""
+        if self._store.is_writer and self._store.root.exists():
+            for path in self._store.root.iterdir():
+                if re.fullmatch(re.escape(_PREFIX) + self._store.pattern, path.name):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def move_into(self, draft: Path) -> None:
         """Move all files to the folder of the checkpoint, which must not have files of the same names."""

@@ -29,7 +29,7 @@ from windlass.checkpoint.staged import StagedCheckpoint, folder_pattern
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import named
 from windlass.core.logs import get_logger
-from windlass.dist.ending import lost_another_rank
+from windlass.dist.ending import leaves_others
 from windlass.dist.gang import Gang
 
 _logger = get_logger(__name__)
@@ -77,6 +77,7 @@ class Store:
         name: of the folder of a checkpoint; without `{step}` there is one folder, which each save replaces.
 
     Attributes:
+        pattern: a regular expression for the names of its folders.
         is_writer: this rank creates, commits and removes the folders of its disk; the others only write into them.
     """
 
@@ -91,9 +92,9 @@ class Store:
     ) -> None:
         self.root = Path(root)
         self._name = name
-        stem = folder_pattern(name)
-        self._folder = re.compile(rf"(?:replaced-)?{stem}")
-        self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{stem}")
+        self.pattern = folder_pattern(name)
+        self._folder = re.compile(rf"(?:replaced-)?{self.pattern}")
+        self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{self.pattern}")
         all_ranks = all_ranks or Gang()
         self.rank, self.ranks = all_ranks.rank, all_ranks.size
         self.vote, self.barrier, self.gather = all_ranks.vote, all_ranks.barrier, all_ranks.gather_objects
@@ -345,7 +346,7 @@ class Store:
         try:
             result = work()
         except BaseException as error:
-            if not lost_another_rank(error):  # the others lose it too, and may be in another exchange
+            if not leaves_others(error):  # the others may be in another exchange
                 self.vote(False)
             raise
         if not self.vote(True):

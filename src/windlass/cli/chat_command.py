@@ -68,7 +68,7 @@ def _answer(writer: Writer, messages: list[Message]) -> list[Message]:
         say("(stopped)", error=True)
         return messages[:-1]
     except DataError as error:
-        say(f"{error}, or type /clear", error=True)
+        say(f"{error} (/clear begins a new chat)", error=True)
         return messages[:-1]
     return [*messages, {"role": "assistant", "content": text}]
 

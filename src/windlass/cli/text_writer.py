@@ -19,6 +19,7 @@ from windlass.finetuning.trained_model import find_model, open_trained
 from windlass.recipes.quiet import hide_loading_bars
 from windlass.recipes.schema import RecipeParts
 from windlass.recipes.tuning_data import ended_prompt
+from windlass.text.chat_template import rendering
 
 Message = dict[str, str]
 
@@ -46,8 +47,8 @@ class Writer:
 
     def write(self, text: str, messages: Sequence[Message] = ()) -> str:
         """Print what the model writes after `text`, or as the next turn of `messages`, and return it. Ctrl-C raises
-        KeyboardInterrupt; what was printed until then ends with a new line. Raises DataError if the prompt is empty, or
-        does not fit into the model's context.
+        KeyboardInterrupt; what was printed until then ends with a new line. Raises DataError if the prompt is empty,
+        does not fit into the model's context, or is refused by the chat template.
         """
         device = next(self._model.parameters()).device
         is_encoder_decoder = bool(self._model.config.is_encoder_decoder)
@@ -85,10 +86,13 @@ class Writer:
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> Any:
-    """Return the messages in the tokenizer's chat template, up to the beginning of the next turn, as a batch of one."""
-    return tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    """Return the messages in the tokenizer's chat template, up to the beginning of the next turn, as a batch of one.
+    Raises DataError if the template cannot render them.
+    """
+    with rendering():
+        return tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
 
 
 def _ends_texts(tokenizer: Any) -> bool:

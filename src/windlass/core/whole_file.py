@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, in place of one that exists: that one remains until the new one is complete on the disk.
 
     If `path` is a link, the link is replaced, and not what it leads to. A text is written as UTF-8. Of several
-    processes that write a file at once, one is the last. One that is killed may leave `tmp-NAME-...` beside it.
+    processes that write a file at once, one is the last. One that is killed may leave `tmp-NAME-...` beside it
+    (`remove_unfinished`).
     """
     new = path.with_name(f"tmp-{path.name}-{secrets.token_hex(8)}")
     try:
@@ -42,6 +44,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed processes left of writing a file. Call it where no other process can be writing it."""
+    with contextlib.suppress(OSError):
+        for left in path.parent.iterdir():
+            if re.fullmatch(rf"tmp-{re.escape(path.name)}-[0-9a-f]{{16}}", left.name):
+                left.unlink()
 
 
 MAX_BYTES = 1 << 19  # of a file of settings; a parser takes some thousand times that in memory at worst

@@ -24,12 +24,18 @@ from torch.utils.data import get_worker_info
 from windlass.core.errors import WorkerError
 from windlass.core.job_signals import handled_later
 
+# Not where it is needed: the import opens a file.
+if sys.platform != "win32":
+    import resource
+
 _PIPE = 1 << 16  # bytes that a pipe holds
 _LOOK_SECONDS = 0.2
 _AFTER_CLOSING = -5  # the standard library's place for that join: the thread is closed before it
 _SHARED = "/dev/shm"
 # Words of torch and of the system where shared memory is full.
 _FULL = ("shared memory", "shm", "No space left on device")
+# Words of the system, and of Python where a message brought fewer files than were sent.
+_TOO_MANY = ("Too many open files", "items of ancdata")
 
 
 class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
@@ -83,7 +89,14 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
                 raise EOFError
             self._received += some
         places.release()
-        return ForkingPickler.loads(message)
+        try:
+            return ForkingPickler.loads(message)
+        except (OSError, RuntimeError) as error:
+            if not (fix := advice(str(error))):
+                raise
+            raise WorkerError(
+                f"a batch that a data worker read could not be received: {error}.{fix}"
+            ) from error
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
         place, *_ = item
@@ -140,7 +153,14 @@ class _NotSent(ExceptionWrapper):
 
 
 def advice(problem: str) -> str:
-    """What to do about `problem`; empty if it does not mention shared memory."""
+    """What to do about `problem`; empty if it mentions neither shared memory nor open files."""
+    if any(words in problem for words in _TOO_MANY):
+        return (
+            f" Each tensor of a batch that is handed over is an open file, and a process may have {_open_files()} "
+            "files open. Raise the limit before the start (ulimit -n 65536; docker run --ulimit nofile=65536), call "
+            "torch.multiprocessing.set_sharing_strategy('file_system') in the script, or set fewer workers "
+            "(dataloader_num_workers, 0 for none) or a smaller prefetch factor (dataloader_prefetch_factor)."
+        )
     if not any(words in problem for words in _FULL):
         return ""
     return (
@@ -149,6 +169,11 @@ def advice(problem: str) -> str:
         "smaller batches, fewer workers (dataloader_num_workers, 0 for none) or a smaller prefetch factor "
         "(dataloader_prefetch_factor)."
     )
+
+
+def _open_files() -> str:
+    """The limit of this process, which its workers inherit; such errors are of systems that have one."""
+    return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _room() -> str:

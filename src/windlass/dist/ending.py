@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -33,6 +34,8 @@ _status: int | None = None
 _earlier: BaseException | None = None
 
 
+# A note on an error of `exchanging`.
+_LEFT = "Ranks exchanged parts of tensors here: others that wait for this one lose it when its process ends."
 # Messages of process-group backends for a lost connection.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "remote process has terminated")
 
@@ -42,6 +45,24 @@ def lost_another_rank(error: BaseException) -> bool:
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or any(words in str(error) for words in _LOST)
+
+
+@contextlib.contextmanager
+def exchanging() -> Iterator[None]:
+    """Around exchanges of tensors, one after another. An error of the body on one rank is not reported to the others:
+    they are in the next of these exchanges, and not in one of reports.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not leaves_others(error):
+            error.add_note(_LEFT)
+        raise
+
+
+def leaves_others(error: BaseException) -> bool:
+    """Return True if another exchange, after this error, would only wait for ranks that are in an earlier one."""
+    return _LEFT in getattr(error, "__notes__", ()) or lost_another_rank(error)
 
 
 def note_failure() -> None:

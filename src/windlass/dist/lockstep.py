@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from windlass.core.errors import CheckpointError, PeerError, RankMismatchError, named
-from windlass.dist.ending import lost_another_rank
+from windlass.dist.ending import leaves_others
 from windlass.dist.gang import Gang
 from windlass.dist.sums import Pending
 
@@ -86,8 +86,8 @@ def telling_others(gang: Gang) -> Iterator[None]:
     except (PeerError, RankMismatchError):
         raise  # the others know already, and have left
     except Exception as error:
-        if lost_another_rank(error):
-            raise  # the others lose it too, and may be in another exchange
+        if leaves_others(error):
+            raise  # the others may be in another exchange
         with contextlib.suppress(Exception):  # the failure matters more than an error of reporting it
             gang.gather_objects({_FAILED: named(error)})
         raise

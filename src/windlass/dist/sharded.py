@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.dist.ending import exchanging
 from windlass.dist.flat import FlatParts, InParts
 
 if TYPE_CHECKING:
@@ -204,8 +205,9 @@ def whole_on_first(tensor: Tensor) -> Tensor | None:
     """
     if not is_sharded(tensor):
         return tensor
-    gathered = whole(tensor)
-    return gathered.cpu() if torch.distributed.get_rank() == 0 else None
+    with exchanging():
+        gathered = whole(tensor)
+        return gathered.cpu() if torch.distributed.get_rank() == 0 else None
 
 
 def copies(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from windlass.core.errors import DataError
-from windlass.dist.ending import lost_another_rank
+from windlass.dist.ending import leaves_others
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import Lockstep, answer_until_all_are_done
 
@@ -92,7 +92,7 @@ def _next_of(batches: Iterator[T]) -> tuple[T | None, Exception | None]:
     try:
         return next(batches, None), None
     except Exception as error:
-        if lost_another_rank(error):
+        if leaves_others(error):
             raise
         return None, error
 
@@ -105,6 +105,6 @@ def _others_answered(
     try:
         yield
     except (Exception, GeneratorExit) as error:
-        if not (silent or lost_another_rank(error)):
+        if not (silent or leaves_others(error)):
             answer_until_all_are_done(all_ranks, len(signals()))
         raise

@@ -217,11 +217,12 @@ class FineTuner(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Loss, predictions and labels of one batch; the last two are None if only the loss is asked for."""
+        given = self._services.loss.in_evaluation(self.count_targets, inputs)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:
-                return without_gradient(self.compute_loss(model, inputs)), None, None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+                return without_gradient(self.compute_loss(model, inputs, **given)), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **given)
         return without_gradient(loss), *self._evaluated(inputs, outputs)
 
     def _derived(self, figures: dict[str, float]) -> dict[str, float]:

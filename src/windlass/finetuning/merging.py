@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,8 @@ from windlass.checkpoint.names import shorten
 from windlass.checkpoint.stored import Folder, find_weights
 from windlass.checkpoint.strict_json import read
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
+from windlass.core.locations import loading
 from windlass.core.optional import require
 from windlass.finetuning.base_model import load_model
 from windlass.finetuning.peft_adapters import HEADS
@@ -99,16 +100,20 @@ def load_base(adapter: Path, base: str, dtype: str | torch.dtype) -> Any:
         base: its name or folder.
     """
     peft = peft_library(_PURPOSE)
-    config, weights = (
-        peft.PeftConfig.from_pretrained(str(adapter)),
-        peft.load_peft_weights(str(adapter), "cpu"),
-    )
+    with loading("adapter", str(adapter)):
+        config = peft.PeftConfig.from_pretrained(str(adapter))
+        weights = peft.load_peft_weights(str(adapter), "cpu")
     built = (config.auto_mapping or {}).get("base_model_class", "")
     labels = None
     if config.task_type == "SEQ_CLS" or built.endswith("ForSequenceClassification"):
         heads = [weight for name, weight in weights.items() if _is_head(name)]
         labels = len(heads[-1]) if heads else None
-    model: Any = load_model(base, {"dtype": dtype}, labels=labels)
+    try:
+        model: Any = load_model(base, {"dtype": dtype}, labels=labels)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}. It is the base of the adapter {adapter}; --base names its place"
+        ) from error
     if (rows := _rows(model, config, weights)) > len(model.get_input_embeddings().weight):
         model.resize_token_embeddings(rows)
     return model
@@ -131,11 +136,26 @@ def _rows(model: Any, config: Any, weights: Mapping[str, Tensor]) -> int:
 
 
 def with_adapter(model: Any, adapter: Path) -> Any:
-    """Put the adapter of a folder on its base. Raises CheckpointError if the model has no place for a weight of it."""
+    """Put the adapter of a folder on its base. Raises CheckpointError if the model has no place for a weight of it, and
+    ModelError if the files of the adapter are damaged.
+    """
     peft = peft_library(_PURPOSE)
-    adapted = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=False)
+    with loading("adapter", str(adapter)), warnings.catch_warnings():
+        # Of weights that do not fit, which are an error below.
+        warnings.filterwarnings("ignore", "Some weights of .* were not initialized")
+        weights = peft.load_peft_weights(str(adapter), "cpu")
+        adapted = peft.PeftModel.from_pretrained(
+            model, str(adapter), is_trainable=False, ignore_mismatched_sizes=True
+        )
     placed = peft.get_peft_model_state_dict(adapted, save_embedding_layers=True)
-    if astray := peft.load_peft_weights(str(adapter), "cpu").keys() - placed.keys():
+    differ = [name for name, weight in weights.items() if weight.shape != placed.get(name, weight).shape]
+    if differ:
+        sizes = f"{list(weights[differ[0]].shape)} there and {list(placed[differ[0]].shape)} on this base"
+        raise CheckpointError(
+            f"{adapter} does not fit its base: {shorten(sorted(differ))} ({differ[0]} has the shape {sizes}). Name the "
+            "model that it was trained on with --base"
+        )
+    if astray := weights.keys() - placed.keys():
         raise CheckpointError(
             f"{adapter} has weights that a {type(model).__name__} has no place for: {shorten(sorted(astray))}. Load "
             "the base with the class that the adapter was trained on, and put the adapter on it with peft"
@@ -157,9 +177,14 @@ def _untie_adapted(model: Any) -> bool:
 
 
 def first_tokenizer(places: Sequence[str]) -> Any:
-    """Return the tokenizer of the first folder or name that has one; None if none has."""
+    """Return the tokenizer of the first folder or name that has one; None if none has. Raises ModelError for one that
+    cannot be loaded: that of the next place may have other tokens.
+    """
     auto = require("transformers", "load a tokenizer").AutoTokenizer
     for place in places:
+        if any(Path(place).expanduser().glob("tokenizer*.json")):
+            with loading("tokenizer", place):
+                return auto.from_pretrained(place)
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             return auto.from_pretrained(place)
     return None
@@ -174,7 +199,8 @@ def base_of(adapter: Path) -> str:
         raise CheckpointError(
             f"{adapter} holds no adapter: there is no {ADAPTER_WEIGHTS} with its configuration"
         )
-    name = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    config = read(path, Files(), allow_nan=True)
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not name:
         raise CheckpointError(f"{path} does not name the base of the adapter; give it with --base")
     return str(name)

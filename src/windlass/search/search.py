@@ -20,7 +20,7 @@ from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
 from windlass.core.output import say, table
 from windlass.core.redact import redact_text
-from windlass.core.whole_file import write_whole
+from windlass.core.whole_file import remove_unfinished, write_whole
 from windlass.dist.alike import as_texts
 from windlass.dist.gang import Gang
 from windlass.search.search_settings import SearchSettings
@@ -156,11 +156,14 @@ class TrialWatch(TrainerCallback):
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         state.is_hyper_param_search = True
         state.trial_name, state.trial_params = self._trial.name, dict(self._trial.params)
-        # The last evaluation before a checkpoint is not repeated.
-        self._step, self._metrics = self._agreed(lambda: last_evaluation(state.log_history))
-        # That of the checkpoint's own update was not judged yet; an earlier one was, and may have ended the trial.
-        if self._step < state.global_step:
-            self._judge(control)
+        # Evaluations before a checkpoint are not repeated, and each of them may have ended the trial: the run makes one
+        # update more, evaluates and saves. That of the checkpoint's own update was not judged yet.
+        for step, metrics in self._agreed(lambda: _evaluations(state.log_history)).items():
+            self._step, self._metrics = step, metrics
+            if step < state.global_step:
+                self._judge(control)
+            if self.pruned is not None:
+                break
 
     def on_evaluate(
         self,
@@ -279,6 +282,7 @@ class Search:
             fix = f"another search is writing to it ({error.holder}): wait for it or end it, or choose another folder"
             raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
         self._study = Study(self._folder, self._settings.directions, self._settings.name, self._setup)
+        remove_unfinished(self._study.path)
         self._check_objective(self._study)
         self._warn_of_changes(self._study)
         self._sampler = self._settings.sampler(self._study)
@@ -446,10 +450,16 @@ def _in_words(params: Mapping[str, Any]) -> str:
 
 def last_evaluation(log_history: list[dict[str, Any]]) -> tuple[int, dict[str, float]]:
     """Return the update of the last evaluation and its metrics of all evaluation sets: 0 and none if there was none."""
-    rows = [row for row in log_history if any(name.startswith("eval_") for name in row)]
-    step = rows[-1]["step"] if rows else 0
-    found = [row for row in rows if row["step"] == step]
-    return step, {name: value for row in found for name, value in row.items() if name != "step"}
+    return [(0, {}), *_evaluations(log_history).items()][-1]
+
+
+def _evaluations(log_history: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """Return update -> metrics of all evaluation sets."""
+    found: dict[int, dict[str, float]] = {}
+    for row in log_history:
+        if any(name.startswith("eval_") for name in row):
+            found.setdefault(row["step"], {}).update((n, value) for n, value in row.items() if n != "step")
+    return found
 
 
 def arguments_of(trial: ChosenTrial, args: TrainingArguments, takes_trial: bool) -> TrainingArguments:

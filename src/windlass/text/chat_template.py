@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from windlass.core.errors import DataError
@@ -167,7 +168,7 @@ class ChatTemplate:
         self, messages: Messages, template: str | None, prompted: bool, options: Mapping[str, Any]
     ) -> tuple[str, Spans]:
         messages = [_with_content(message, self._wants_parts) for message in messages]
-        try:
+        with rendering():
             if template is not None:
                 return render(self._tokenizer, template, messages, **options)
             text = self._tokenizer.apply_chat_template(
@@ -177,10 +178,19 @@ class ChatTemplate:
                 **{"chat_template": self._own, **options},
             )
             return text, []
-        except Exception as error:  # of the template: jinja2 raises several types, as do its expressions
-            if isinstance(error, MemoryError):
-                raise
-            raise DataError(f"the chat template cannot render the conversation: {error}") from None
+
+
+@contextlib.contextmanager
+def rendering() -> Iterator[None]:
+    """Within the body, a chat template renders a conversation. Raises DataError for what it raises: jinja2 has several
+    types, and its expressions have others.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise DataError(f"the chat template cannot render the conversation: {error}") from None
 
 
 def _with_content(message: Mapping[str, Any], as_parts: bool) -> dict[str, Any]:

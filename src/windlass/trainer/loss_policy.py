@@ -135,6 +135,10 @@ class LossPolicy:
         self.settings = settings
         self.takes_count = takes(hooks.compute_loss, "num_items_in_batch")
         self.step_takes_count = takes(hooks.training_step, "num_items_in_batch")
+        # A run, whose losses are looked at, reads the code again with its first batch.
+        if not self.normaliser.watchers:
+            known = self.script.complete if self.measured else None
+            self.script.begin(settings.declared, self._counting_functions(hooks), earlier=known)
 
     def declare_model(self, gets_count: bool) -> None:
         """Set what `accepts_count` finds by signature: whether the model is given the count."""
@@ -179,6 +183,18 @@ class LossPolicy:
     def count(self, of_update: float) -> Tensor:
         """The count that the hooks get for the micro-batch that the normaliser's scope is."""
         return self.script.count(of_update, self.normaliser.targets, self._device, note=self.is_unreported)
+
+    def in_evaluation(self, count_targets: Callable[[Any], float], batch: Any) -> dict[str, Any]:
+        """What `compute_loss` gets beside a batch of an evaluation: for a script's loss the count of the batch's own
+        targets, so that the loss is a mean over them. Nothing if the loss takes no count, or if its code names the
+        number of processes and no training has shown yet what it does with it.
+        """
+        complete, processes = self.script.complete, self._data_ranks.size
+        if not self.script.is_given_count or (complete is None and processes > 1):
+            return {}
+        # A complete loss multiplies by the number of processes what it divided.
+        count = (count_targets(batch) or 1.0) * (processes if complete else 1)
+        return {"num_items_in_batch": as_count(count, self._device)}
 
     def _look(self, loss: Tensor | LossTerms) -> None:
         """Look at the loss that a script passes to backward, before it is normalised; see `ScriptLoss.look`."""

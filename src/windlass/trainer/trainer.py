@@ -529,7 +529,7 @@ class Trainer:
             inputs: the batch on this process's device, with its labels. A new container, which may be changed.
             return_outputs: return `(loss, outputs)`, with the model's outputs, as evaluations need them.
             num_items_in_batch: the target count that the loss is divided by (see docs/losses.md); None: the loss is a
-                mean over this batch, as in evaluations.
+                mean over this batch.
 
         Raises:
             ModelError: the model returned no loss.
@@ -909,6 +909,7 @@ class Trainer:
                 names.
         """
         labelled = evaluator.has_labels(inputs, self.label_names)
+        given = self._services.loss.in_evaluation(self.count_targets, inputs)
         inputs = self._prepare_inputs(inputs)
         keys = evaluation.ignored_keys(self.model) if ignore_keys is None else ignore_keys
         labels = None
@@ -918,7 +919,7 @@ class Trainer:
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 if not self.label_names:  # none are needed, and metrics get none
                     labels = ()
-                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **given)
                 loss = without_gradient(loss)
                 # With these the model gets no labels, so the first of a tuple is not a loss.
                 by_model = not (self._services.loss.settings.smoothing or self.compute_loss_func is not None)
