@@ -19,6 +19,7 @@ from windlass.cli import environment_command, train_command
 from windlass.cli.main import main
 from windlass.cli.resume_words import resume_command
 from windlass.cli.train_command import read_options
+from windlass.core import output
 from windlass.core.world import LAUNCH_VARIABLE
 
 
@@ -139,15 +140,20 @@ def test_a_training_that_loses_a_connection_is_not_taken_for_a_success(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_an_answer_that_a_full_disk_cuts_short_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_a_full_disk_cuts_short_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_reported", set())
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full", "w") as full, open(writer, "w") as unread, open(os.devnull, "w") as nowhere:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert main(["schema"]) == 2
-        os.dup2(nowhere.fileno(), full.fileno())  # where what it holds goes when it is closed
         monkeypatch.setattr(sys, "stdout", unread)
         assert main(["schema"]) == 0, "a reader such as head takes no more than it needs"
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["schema"]) == 2
+        assert "standard output cannot be written" in capsys.readouterr().err
+        os.dup2(nowhere.fileno(), full.fileno())  # where what it holds goes when it is closed
 
 
 def test_commands_to_copy_are_quoted(

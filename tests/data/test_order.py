@@ -98,9 +98,14 @@ def test_lengths_come_from_the_column_or_the_tokens_and_are_read_once() -> None:
         assert next(iter(loader.groups())).ids == [[1]]
 
 
-def test_equal_lengths_are_warned_of(said: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_equal_lengths_are_warned_of_once_in_a_job(
+    rank: int, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     train_loader(Texts([4] * 6), 2, order="group_by_length")
-    assert "all 6 samples have the length 4" in said.text
+    assert ("all 6 samples have the length 4" in said.text) == (rank == 0)
 
 
 def test_samples_without_a_length_are_refused() -> None:

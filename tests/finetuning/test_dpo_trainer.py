@@ -13,6 +13,7 @@ from tests.finetuning.preferences import moved, pairs, settings
 from windlass import TrainerCallback
 from windlass.checkpoint.files import Files
 from windlass.core.errors import ConfigError, DataError
+from windlass.data.order import sample_lengths
 from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.text.forms import LocatedRows
 
@@ -40,6 +41,15 @@ def test_the_model_learns_to_prefer(tmp_path: Path) -> None:
     logs = logs_of(trainer_of(tmp_path, max_steps=12, logging_steps=4))
     assert logs[0]["loss"] > logs[-1]["loss"]
     assert logs[-1]["rewards/accuracies"] > 0.9
+
+
+def test_rows_are_grouped_by_the_length_of_the_longest_answer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, train_sampling_strategy="group_by_length", max_steps=1)
+    assert trainer.train().global_step == 1
+    rows = list(trainer.train_dataset)
+    expected = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
+    assert len(set(expected)) > 1
+    assert sample_lengths(trainer.train_dataset).tolist() == expected
 
 
 def test_a_second_model_and_a_copy_of_the_first_are_the_same_reference(tmp_path: Path) -> None:

@@ -114,6 +114,20 @@ def test_own_files_in_a_checkpoint(tmp_path: Path) -> None:
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+def test_a_script_whose_save_writes_no_weights_is_resumed(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            Path(str(output_dir), "mine.txt").write_text("here")
+
+    trainer = Mine(Net(), saving(tmp_path), train_dataset=rows(8))
+    trainer.train()
+    trained = weights_hash(trainer.model)
+    resumed = Mine(Net(seed=9), arguments(tmp_path, max_steps=2), train_dataset=rows(8))
+    resumed.train(resume_from_checkpoint=True)
+    assert weights_hash(resumed.model) == trained
+    assert (tmp_path / "checkpoint-2" / "mine.txt").exists()
+
+
 def test_no_pickle_lies_in_a_checkpoint(tmp_path: Path) -> None:
     Trainer(bert(), saving(tmp_path), train_dataset=token_rows(8), processing_class=tokenizer()).train()
     endings = {path.suffix for path in (tmp_path / "checkpoint-2").iterdir()}

@@ -34,7 +34,7 @@ from windlass.checkpoint.store import LEFTOVERS, Store
 from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
 from windlass.core.job_signals import handled_later
-from windlass.core.locations import is_url, local_folder, named, parent_of, working_folder
+from windlass.core.locations import at_home, is_url, local_folder, named, parent_of, working_folder
 from windlass.core.logs import get_logger
 from windlass.core.threads import THREADS, warn_of_other_threads
 from windlass.dist.gang import Gang
@@ -274,7 +274,7 @@ class StatePlaces:
             fix = "the name has braces that no f-string replaced: write the number itself, or another name"
             raise ConfigError(Problem(argument, os.fspath(folder), fix))
         if not is_url(folder):
-            path = named(Path(folder).expanduser().absolute())
+            path = named(at_home(folder).absolute())
             return StatePlace(str(path.parent), path.name)
         parent, name = parent_of(os.fspath(folder))
         if not is_url(parent):
@@ -290,7 +290,7 @@ class StatePlaces:
             fix = "automatic_checkpoint_naming needs a folder: Accelerator(project_dir=...)"
             raise ConfigError(Problem("project_dir", None, fix))
         folder = project.project_dir
-        root = folder if is_url(folder) else str(Path(folder).expanduser().absolute())
+        root = folder if is_url(folder) else str(at_home(folder).absolute())
         return StatePlace(f"{root.rstrip('/')}/checkpoints", "checkpoint_{step}")
 
     def to_write(self, place: StatePlace) -> CheckpointManager:

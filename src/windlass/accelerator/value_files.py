@@ -18,7 +18,7 @@ from windlass.checkpoint.codec import decode, encode, refers_to_tensors
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
-from windlass.core.locations import is_url
+from windlass.core.locations import at_home, is_url
 from windlass.core.logs import get_logger, warn_once
 
 _log = get_logger(__name__)
@@ -38,7 +38,7 @@ def on_this_machine(path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         fix = "is remote, where checkpoints alone can be written; use a folder of this machine"
         raise ConfigError(Problem("folder", os.fspath(path), fix))
-    return Path(path).expanduser().absolute()
+    return at_home(path).absolute()
 
 
 def warn_if_unsafe(safe_serialization: bool) -> None:

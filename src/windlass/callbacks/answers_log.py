@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.row_file import RowFile
 from windlass.callbacks.rows import Row
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerState
+from windlass.core.locations import at_home
 from windlass.core.logs import get_logger
 
 logger = get_logger(__name__)
@@ -36,7 +36,7 @@ class AnswersLog(TrainerCallback):
     """
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
-        self._file = RowFile(Path(output_dir).expanduser().absolute() / FILE_NAME)
+        self._file = RowFile(at_home(output_dir).absolute() / FILE_NAME)
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if state.is_world_process_zero:

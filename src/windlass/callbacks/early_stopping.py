@@ -11,11 +11,11 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.events import ExportableState, TrainerControl, TrainerState
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.metric_values import number_in
 from windlass.core.output import say
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):

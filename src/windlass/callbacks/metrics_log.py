@@ -26,6 +26,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control
 from windlass.core.errors import DataError
 from windlass.core.events import TrainerState
+from windlass.core.locations import at_home
 from windlass.core.logs import get_logger
 from windlass.core.run_clock import LATEST, Moment
 from windlass.core.whole_file import parse_json
@@ -60,7 +61,7 @@ class MetricsLogCallback(RowCallback):
         super().__init__()
         self._alerts = Alerts(alerts or {})
         self._follows_arguments = follows_arguments
-        self._file = RowFile(Path(output_dir).expanduser().absolute() / FILE_NAME)
+        self._file = RowFile(at_home(output_dir).absolute() / FILE_NAME)
         self._waiting: list[Row] = []  # not written yet
         self._began: Moment | None = None
 

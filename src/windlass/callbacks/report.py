@@ -19,7 +19,7 @@ from windlass.callbacks.run_view import RunView, read_run, status_in_words
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerState
-from windlass.core.locations import local_folder
+from windlass.core.locations import at_home, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.optional import install_command, is_available, require
 from windlass.core.output import one_line
@@ -41,7 +41,7 @@ class ReportCallback(TrainerCallback):
     """
 
     def __init__(self, output_dir: str | os.PathLike[str] | None = None) -> None:
-        self._folder = None if output_dir is None else Path(output_dir).expanduser().absolute()
+        self._folder = None if output_dir is None else at_home(output_dir).absolute()
         self._first_step = 0
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:

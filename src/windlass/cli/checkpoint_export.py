@@ -14,13 +14,13 @@ from windlass.cli.command_line import DTYPES, answer, in_words
 from windlass.config.kinds import size_in_bytes
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
 from windlass.core.errors import Problem, refuse
-from windlass.core.locations import is_url
+from windlass.core.locations import at_home, is_url
 from windlass.core.output import one_line, say
 
 
 def export_command(options: argparse.Namespace) -> int:
     """Export the tensors of a checkpoint, and return the exit code."""
-    target = Path(options.target).expanduser()
+    target = at_home(options.target)
     form = options.format or ("safetensors" if target.suffix == ".safetensors" else "hf")
     how = _export_options(options, form)
     if options.merge:

@@ -24,7 +24,7 @@ from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
 from windlass.cli.command_line import answer, folders_below, in_words
 from windlass.core.errors import CheckpointError
-from windlass.core.locations import is_url, named
+from windlass.core.locations import at_home, is_url, named
 from windlass.core.output import one_line, say, say_json, table
 
 HEADERS = ("step", "saved", "size", "ranks", "metric", "marks", "state")
@@ -95,7 +95,7 @@ def local_path(word: str) -> Path:
     """Return a folder of this machine. Raises CheckpointError if it does not exist or is a URL."""
     if is_url(word):
         raise CheckpointError(f"{word} is not a folder of this machine; download it first")
-    path = Path(word).expanduser()
+    path = at_home(word)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
     return path

@@ -7,13 +7,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 from windlass.cli.command_line import CommandParser
 from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.keys import Key, Setting, Settings
 from windlass.core.errors import ConfigError, Problem, refuse
+from windlass.core.locations import at_home
 from windlass.core.output import STDOUT, say
 from windlass.recipes.from_files import (
     basic_settings,
@@ -133,7 +133,7 @@ def config_command(words: list[str]) -> int:
     named = options.config_file
     if named == "":
         raise ConfigError(Problem("--config_file", named, "is empty; name a file, or leave the flag out"))
-    path = Path(named or default_file(os.environ)).expanduser()
+    path = at_home(named or default_file(os.environ))
     if options.action == "update":
         _update(named)
         return 0
@@ -180,7 +180,7 @@ def asked(prompt: LinePrompter) -> Settings:
 
 
 def _update(named: str | None) -> None:
-    path = Path(named).expanduser() if named else find_file(os.environ)[0]
+    path = at_home(named) if named else find_file(os.environ)[0]
     if path is None:
         fix = "no launch file to update; `windlass config` writes one"
         raise ConfigError(Problem("--config_file", None, fix))

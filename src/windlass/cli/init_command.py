@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 from windlass.cli.command_line import CommandParser
 from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import at_home
 from windlass.core.output import say
 from windlass.recipes.built_in_recipes import ENDINGS, built_in
 
@@ -17,7 +17,7 @@ def init_command(words: list[str]) -> int:
     """Copy a recipe, and return the exit code."""
     options = build_parser().parse_args(words)
     source = built_in(options.name)
-    target = Path(options.path or source.name).expanduser()
+    target = at_home(options.path or source.name)
     if target.is_dir():
         target /= source.name
     if target.suffix not in ENDINGS:

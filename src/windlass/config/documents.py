@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import at_home
 from windlass.core.whole_file import parse_json, read_text
 
 Keys = tuple[str, ...]
@@ -73,7 +74,7 @@ def load(path: str | Path) -> Document:
     """
     source = str(path)
     try:
-        text = read_text(Path(path).expanduser())
+        text = read_text(at_home(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(Problem("file", source, f"cannot be read: {reason}")) from None

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from windlass.core.errors import ModelError, WindlassError, first_line
+from windlass.core.errors import ConfigError, ModelError, Problem, WindlassError, first_line
 from windlass.core.redact import redact_text
 
 STAGING = "WINDLASS_STAGING"
@@ -41,15 +41,24 @@ def parent_of(url: str) -> tuple[str, str]:
     return parent, name
 
 
+def at_home(path: str | os.PathLike[str]) -> Path:
+    """Return a path with a folder in place of `~` or `~NAME`. Raises ConfigError if that user has no home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        fix = "begins with the home of a user who has none: write the whole path, or set HOME"
+        raise ConfigError(Problem("path", os.fspath(path), fix)) from None
+
+
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder in which programs of this user cache files."""
-    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return at_home(environ.get("XDG_CACHE_HOME") or "~/.cache")
 
 
 def home_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder of Windlass's own files of this user: `$WINDLASS_HOME`, else `~/.cache/windlass`."""
     home = environ.get("WINDLASS_HOME") or cache_folder(environ) / "windlass"
-    return Path(home).expanduser()
+    return at_home(home)
 
 
 def shown_path(path: Path | str) -> str:
@@ -110,9 +119,9 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(path)
     if not is_url(text):
-        return Path(text).expanduser()
+        return at_home(text)
     # Credentials stay out of the name, and a run finds its folder again after they were renewed.
     url = redact_text(text).rstrip("/")
     root = os.environ.get(STAGING) or cache_folder(os.environ) / "windlass" / "staging"
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", parent_of(url)[1])[:40]
-    return Path(root).expanduser() / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    return at_home(root) / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"

@@ -160,9 +160,11 @@ class TolerantStream:
         """Continue without this text. Python would fail to flush its streams at exit, so they are flushed before."""
         _flush_at_exit()
         code = getattr(problem, "errno", None)
-        self.was_lost = self.was_lost or code != errno.EPIPE
         if code in _GONE:
             _redirect_to_null(stream)
+        if code == errno.EPIPE:
+            return  # no error: a reader such as `head` took what it needed
+        self.was_lost = True
         is_error = stream in (sys.stderr, sys.__stderr__)
         name = "standard error" if is_error else "standard output"
         if name not in _reported:

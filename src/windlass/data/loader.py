@@ -9,7 +9,7 @@ from typing import Any
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.device import has_accelerator
 from windlass.core.errors import DataError
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.core.types import Collator, State
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
@@ -23,7 +23,7 @@ from windlass.data.source import Source
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 class Loader(DealtLoader):

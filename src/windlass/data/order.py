@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.core.rng import STREAM_ORDER, derive_seed
 from windlass.data.seeding import Sandbox, first_seed, rewind, set_epochs
 
@@ -49,7 +49,17 @@ def known_length(data: Any) -> int | None:
         return None
 
 
+class Measured:
+    """A map-style dataset that knows the lengths of its samples, which are not in one column."""
+
+    def sample_lengths(self) -> np.ndarray[Any, Any]:
+        """The number of tokens of each sample, in order."""
+        raise NotImplementedError
+
+
 def _measure(dataset: Any, column: str, tokens: str) -> Any:
+    if isinstance(dataset, Measured):
+        return dataset.sample_lengths()
     columns = getattr(dataset, "column_names", None)
     if columns is not None and hasattr(dataset, "select_columns"):
         if column in columns:
@@ -78,7 +88,7 @@ def _length(sample: Any, index: int, column: str, tokens: str) -> int:
     )
 
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 class Order(Sampler[int]):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from windlass.core.errors import NonFiniteError
 from windlass.core.events import RunProgress
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import COMPUTE, run_clock
 from windlass.core.types import State
@@ -21,7 +21,7 @@ from windlass.engine.executor import Executor, StepHooks, StepResult
 from windlass.engine.feed import Feed, FeedHooks
 from windlass.metrics.ledger import FiniteWatch, Ledger
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from windlass.callbacks.answers_log import AnswersLog
 from windlass.core.attributes import attributes_of
 from windlass.core.errors import DataError, Problem, refuse
-from windlass.core.locations import local_folder
+from windlass.core.locations import at_home, local_folder
 from windlass.core.logs import get_job_logger
 from windlass.core.rng import derive_seed, seed_generators
 from windlass.core.types import EvalPrediction
@@ -371,7 +371,7 @@ def open_answers(
 def _lines(path: Path) -> LocatedRows:
     try:
         # Not `splitlines`: text in JSON may have separators of lines other than "\n". Some editors begin with a mark.
-        lines = path.expanduser().read_text(encoding="utf-8-sig").split("\n")
+        lines = at_home(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"eval_prompts={str(path)!r} cannot be read: {error}") from None
     rows, places = [], []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import at_home
 from windlass.core.optional import require
 from windlass.core.whole_file import read_text
 
@@ -35,7 +35,7 @@ def take_over_template(path: str | None, tokenizer: Any) -> list[str]:
     if not path.endswith(_ENDINGS):
         return _take_over_tokenizer(path, tokenizer)
     try:
-        tokenizer.chat_template = read_text(Path(path).expanduser())
+        tokenizer.chat_template = read_text(at_home(path))
     except OSError as error:
         raise ConfigError(Problem("chat_template_path", path, f"cannot be read: {error.strerror}")) from error
     except UnicodeDecodeError as error:

@@ -14,7 +14,7 @@ from windlass.checkpoint.stored import load_folder
 from windlass.checkpoint.survey import notes_of
 from windlass.core.device import choose_device
 from windlass.core.errors import CheckpointError, ModelError
-from windlass.core.locations import is_folder_name, loading
+from windlass.core.locations import at_home, is_folder_name, loading
 from windlass.core.optional import require
 from windlass.finetuning.base_model import load_model
 from windlass.finetuning.merging import base_of, first_tokenizer, load_base, with_adapter
@@ -27,7 +27,7 @@ def find_model(word: str) -> str:
     """Return the folder with the model of a run: that in the folder itself, else its best checkpoint, else the newest
     complete one. The name of a model on the Hub is returned as it is. Raises CheckpointError if there is none.
     """
-    folder = Path(word).expanduser()
+    folder = at_home(word)
     if not folder.is_dir():
         if is_folder_name(word):
             raise CheckpointError(f"{word} is not a folder")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.trees import detach
 from windlass.core.types import CACHES, LossTerms
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 Loss = Tensor | LossTerms | float | None
 

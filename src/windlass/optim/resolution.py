@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.dist.sharded import locals_of
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 # Optimizers whose update of an element is at most about the learning rate.
 _BOUNDED = frozenset((
     "AdamW", "AdamW8bit", "AdamW4bit", "Lion", "AnyPrecisionAdamW", "StableAdamW", "MuonWithAdamW", "ScheduleFreeAdamW",

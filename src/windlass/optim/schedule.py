@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.core.errors import CheckpointError, ConfigError, Problem, did_you_mean, refuse
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.types import State
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
 from windlass.optim.schedules.simple import Factor, Span
@@ -100,7 +100,7 @@ def _typed(live: Any, value: Any) -> Any:
     return value
 
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 
 # The state of a `FactorSchedule`.
 _OWN_STATE = frozenset({"step", "rates", "bases"})

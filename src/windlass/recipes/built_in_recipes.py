@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from windlass.core.errors import ConfigError, Problem, nearest
+from windlass.core.locations import at_home
 
 FOLDER = Path(__file__).parent / "built_in"
 DEFAULT = "python-docs"
@@ -29,7 +30,7 @@ def recipe_path(word: str | Path) -> Path:
     """Return the file of a recipe: the one with this name, else the built-in recipe. Raises ConfigError if there is
     neither.
     """
-    path = Path(word).expanduser()
+    path = at_home(word)
     # A name with the ending is a file, also if there is none: the error names it, and no built-in recipe.
     return path if os.path.isfile(path) or path.suffix in ENDINGS else built_in(str(word))
 

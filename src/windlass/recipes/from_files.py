@@ -18,7 +18,7 @@ from windlass.config.parallel.rows_training import (
 )
 from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT, UNBUILT_SECTIONS
 from windlass.core.errors import ConfigError, Problem, did_you_mean
-from windlass.core.locations import cache_folder, home_folder
+from windlass.core.locations import at_home, cache_folder, home_folder
 from windlass.core.whole_file import parse_json, read_text, write_whole
 
 _KNOWN = ("compute_environment", "fp16", "parallel", "mpirun_config")
@@ -29,7 +29,7 @@ def from_file(path: str | Path) -> Settings:
     """Read a launch file (YAML or JSON). Errors become problems of the result, unknown keys notes."""
     settings = Settings()
     try:
-        document = parse_file(Path(path).expanduser())
+        document = parse_file(at_home(path))
     except OSError as error:
         fix = f"cannot be read ({error.strerror}); `windlass config` writes one"
         settings.problems.append(Problem("--config_file", str(path), fix))
@@ -172,7 +172,7 @@ def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     # As accelerate finds it, so that a machine that was set up for it launches the same way.
     home = environ.get("HF_HOME") or cache_folder(environ) / "huggingface"
     for name in (FILE_NAME, "default_config.json"):
-        other = Path(home).expanduser() / "accelerate" / name
+        other = at_home(home) / "accelerate" / name
         if other.is_file():
             return (
                 other,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from windlass.core.logs import get_logger
 from windlass.core.types import IGNORED
+from windlass.data.order import Measured
 from windlass.text.encoder import EncodedRows, RowEncoder, common_length
 from windlass.text.forms import Form, Row, RowError
 from windlass.text.summary import TextSummary
@@ -25,7 +26,7 @@ Values = NDArray[Any]
 PROMPT = "prompt_ids"
 
 
-class PairRows(Sequence[Any]):
+class PairRows(Sequence[Any], Measured):
     """A map-style dataset of rows `{"prompt_ids": list[int], "chosen_ids": list[int], ...}`, with columns of numbers.
 
     Args:
@@ -54,6 +55,12 @@ class PairRows(Sequence[Any]):
     def lengths(self) -> Values:
         """Tokens of the prompt and of each answer: int64 [rows, 1 + answers]."""
         return self._all_lengths()[self.kept]
+
+    def sample_lengths(self) -> Values:
+        """Tokens of the prompt and the longest answer of each row."""
+        lengths = self.lengths
+        found: Values = lengths[:, 0] + lengths[:, 1:].max(axis=1)
+        return found
 
     def _all_lengths(self) -> Values:
         found: Values = self.rows.flat[LENGTHS].reshape(-1, 1 + len(self.answers)).astype(np.int64)

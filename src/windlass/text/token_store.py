@@ -20,7 +20,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
 from windlass.checkpoint.verified import VerifiedFiles
-from windlass.core.locations import home_folder
+from windlass.core.locations import at_home, home_folder
 from windlass.core.logs import get_logger
 from windlass.text.summary import TextSummary
 from windlass.text.token_rows import LENGTHS, TokenRows
@@ -40,7 +40,7 @@ def kept(cache: str | Path | None, key: str | None, prepare: Callable[[], Prepar
     """`TokenStore.get` in the folder `cache`; what `prepare` returns without a folder or a key."""
     if cache is None or key is None:
         return prepare()
-    return TokenStore(Path(cache).expanduser()).get(key, prepare)
+    return TokenStore(at_home(cache)).get(key, prepare)
 
 
 class TokenStore:

@@ -26,7 +26,7 @@ from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.lazy import LazyModule
 from windlass.core.locations import is_url
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.core.output import in_notebook
 from windlass.core.redact import has_hidden
 from windlass.core.rng import enable_full_determinism, set_seed
@@ -39,7 +39,7 @@ from windlass.transforms.quantization_aware import apply_qat as apply_qat
 # Imported if a run publishes.
 publishing: Any = LazyModule("windlass.trainer.publishing")
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 def checked_arguments(args: object) -> TrainingArguments:

@@ -18,7 +18,7 @@ from windlass.assemble.rules import NEVER_CALLED
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import EvaluationPlan
 from windlass.core.attributes import attributes_of
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.run_clock import Moment
 from windlass.engine.evaluate import Evaluation
 from windlass.trainer.evaluator import Evaluator
@@ -30,7 +30,7 @@ from windlass.transforms.strategy import Strategy
 if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows it
     from windlass.trainer.trainer import Trainer
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 WriteModel = Callable[[Path, Mapping[str, Any] | None], None]
 TrainingStep = Callable[[Any, Tensor | None], None]

@@ -106,7 +106,7 @@ class ModelWriter:
             model: Any = bare(self.model)
             model.save_pretrained(str(folder), state_dict=None if state is None else dict(state))
         else:
-            self._write_weights(folder, state)
+            self.write_weights(folder, state)
             small |= self._configurations(folder)
         if beside.savable is not None:
             small |= _saved_by(beside.savable, folder)
@@ -115,7 +115,8 @@ class ModelWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, content)
 
-    def _write_weights(self, folder: Path, state: Mapping[str, Any] | None) -> None:
+    def write_weights(self, folder: Path, state: Mapping[str, Any] | None) -> None:
+        """Write the weights of `state` (empty: none) or the model's own."""
         weights = state_of(self.model) if state is None else state
         if weights:
             name, tensors = self.named(weights)

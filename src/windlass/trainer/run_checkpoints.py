@@ -36,6 +36,7 @@ from windlass.core.whole_file import write_whole
 from windlass.dist.ending import leaves_others
 from windlass.trainer.best_tracker import Best, BestTracker
 from windlass.trainer.hooks import SavedByScript, WriteModel
+from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.resuming import CheckpointSource
 from windlass.trainer.run_context import RunContext
 
@@ -47,6 +48,9 @@ LAST_PAUSES = (2.0, 5.0, 15.0, 30.0, 60.0)
 LEAVING_PAUSES = (1.0, 3.0)
 # Scripts write the state of the run, too. A checkpoint has it with what a resume needs, so that one stays.
 _STATE = "trainer_state.json"
+# The files with the weights, of which a checkpoint has one. Where a script's own way to save writes none, it is added:
+# a resume needs the weights.
+_WEIGHTS = {WEIGHTS_NAME, SPLIT_INDEX_NAME, ADAPTER_WEIGHTS}
 
 
 class RunCheckpoints:
@@ -304,9 +308,9 @@ class RunCheckpoints:
     def _with_script_files(
         self, own: Content, by_script: ScriptFiles, model: ModelState, script: SavedByScript, target: Path
     ) -> Content:
-        """Add what the script's `save_model` wrote, and the weights if it wrote none: a resume needs them."""
+        """Add what the script's `save_model` wrote, and the weights if it wrote none."""
         names = by_script.names()
-        if script.write_model is not None or names & {WEIGHTS_NAME, SPLIT_INDEX_NAME, ADAPTER_WEIGHTS}:
+        if script.write_model is not None or names & _WEIGHTS:
             return replace(own, write_model=by_script.move_into)
         whole = self._with_model(own, model, script, target)
         by_model = whole.write_model
@@ -327,7 +331,7 @@ class RunCheckpoints:
             write = partial(files.write, beside=script.beside)
         if write is not None:
             gathered = weights if model.in_parts or model.gathered else None
-            write_model = partial(_write_for, write, target, gathered)
+            write_model = partial(_write_for, write, target, gathered, files)
             return replace(own, write_model=write_model, other_bytes=weights_bytes(weights))
         name, tensors = files.named(weights)
         return replace(
@@ -338,12 +342,16 @@ class RunCheckpoints:
         )
 
 
-def _write_for(write: WriteModel, target: Path, gathered: Mapping[str, Any] | None, folder: Path) -> None:
+def _write_for(
+    write: WriteModel, target: Path, gathered: Mapping[str, Any] | None, files: ModelWriter, folder: Path
+) -> None:
     """Write a model into the folder that becomes `target`, which what transformers logs names."""
     own = folder / _STATE
     state = own.read_bytes()
     with showing_place("transformers", folder, target):
         write(folder, gathered)
+    if not any((folder / name).is_file() for name in _WEIGHTS):
+        files.write_weights(folder, gathered)
     if own.read_bytes() != state:
         write_whole(own, state)
 

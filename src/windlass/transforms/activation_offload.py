@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 MIN_BYTES = 64 * 1024  # below, starting a copy costs more than it saves
 _LEAVING = 4  # copies under way to the host before the device waits for the first of them
 _AHEAD = 3  # tensors that are fetched before the backward asks for them

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from windlass.core.errors import ConfigError, Problem, did_you_mean
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.optional import require
 from windlass.transforms.strategy import device_of
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 _TRITON = ("cuda", "xpu", "npu")  # kinds of devices that the package has kernels for
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.transforms.blocks import repeated_blocks
 from windlass.transforms.buffers import is_ordinary
 
 _LAYERS = "fsdp_config.transformer_layer_cls_to_wrap"
 _IGNORED = "fsdp_config.ignored_modules"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward around which to gather
-_logger = get_logger(__name__)
+_logger = get_job_logger(__name__)
 
 
 def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import yaml
 
 from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
+from windlass.core.locations import at_home
 from windlass.core.metric_values import python_number
 from windlass.core.optional import require
 from windlass.core.whole_file import write_whole
@@ -40,7 +41,7 @@ class TensorBoardTracker(PackageTracker):
         """Below `$TENSORBOARD_LOGGING_DIR`, or the folder `runs` of the output. A resumed run continues in the same
         folder, and hides what was logged after its checkpoint.
         """
-        root = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or facts.folder / "runs").expanduser()
+        root = at_home(os.environ.get("TENSORBOARD_LOGGING_DIR") or facts.folder / "runs")
         if facts.run_id is not None:
             # The killed session may have logged updates that are made again: two values at one step zigzag in a chart.
             return cls(facts.run_id, root, purge_step=facts.step + 1)

@@ -26,6 +26,7 @@ from windlass.cli.launching.launch_checks import SLURM_JOB_VARIABLE, TOKEN_VARIA
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.cli.launching.worker_environment import worker_environment
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem, refuse
+from windlass.core.locations import at_home
 from windlass.core.redact import redact_command, redact_value
 from windlass.dist.arrivals import MeetingError
 from windlass.dist.elastic import quiet_elastic
@@ -176,7 +177,7 @@ def _folder(plan: LaunchPlan) -> Path:
         if plan.log_dir is None:
             return Path(tempfile.mkdtemp(prefix="windlass-launch-"))
         # Absolute, because the processes write into it, and a script may change its working directory.
-        parent = Path(plan.log_dir).expanduser().absolute()
+        parent = at_home(plan.log_dir).absolute()
         return _new_folder(parent, f"{socket.gethostname()}-{os.getpid()}")
     except OSError as error:
         fix = f"cannot hold the files of the processes ({error}); name a folder that can be written"

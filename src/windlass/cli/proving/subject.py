@@ -14,6 +14,7 @@ from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
 from windlass.config.parallel.sources import from_arguments
 from windlass.core.errors import ConfigError, ModelError, Problem, first_line, named
+from windlass.core.locations import at_home
 from windlass.core.optional import require
 from windlass.proofs.record import Claim, arguments_that_matter
 from windlass.proofs.small_config import AxisLayout
@@ -61,7 +62,7 @@ class Subject:
 
 def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
     """Read a recipe, or the `config.json` of a model. Raises ConfigError or ModelError for what cannot be proven."""
-    path = Path(name or "").expanduser()
+    path = at_home(name or "")
     if name is not None and (path.suffix == ".json" or path.is_dir()):
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file() or file.name != "config.json":

@@ -28,11 +28,11 @@ from windlass.config.plan import (
     usual_stages,
 )
 from windlass.core.errors import Problem, refuse
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.mesh import Mesh
 from windlass.core.world import World
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.optim.optimizers.options import recipe_of
 from windlass.optim.per_parameter import CopiedOptimizer, called
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 # Output layers by the names that models give them; transformers' models are asked for theirs.
 _HEADS = re.compile(
     r"(^|\.)(lm_head|head|heads|classifier|score|qa_outputs|embed_out|output_projection)(\.|$)"

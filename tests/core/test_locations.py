@@ -1,0 +1,36 @@
+"""Paths below a home, wherever one is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from windlass.accelerator.value_files import on_this_machine
+from windlass.cli.checkpoint_listing import local_path
+from windlass.config import documents
+from windlass.core.errors import ConfigError
+from windlass.core.locations import at_home
+from windlass.finetuning.templates import take_over_template
+from windlass.finetuning.trained_model import find_model
+from windlass.recipes.built_in_recipes import recipe_path
+from windlass.text.token_store import kept
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        at_home,
+        documents.load,
+        recipe_path,
+        find_model,
+        local_path,
+        on_this_machine,
+        lambda path: take_over_template(path, None),
+        lambda path: kept(path, "key", list),
+    ],
+)
+def test_the_home_of_a_user_that_does_not_exist_is_named(read: Callable[[str], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"~no-such-user/x\.jinja"):
+        read("~no-such-user/x.jinja")
