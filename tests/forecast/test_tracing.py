@@ -48,7 +48,9 @@ def test_an_optimizer_that_reads_its_count_of_steps_is_planned(tmp_path: Path) -
 
 def test_an_optimizer_that_compiles_its_update_is_planned_with_its_state_in_few_bits(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    eight, four = (trace(tmp_path, optim=f"adamw_torch_{bits}bit") for bits in (8, 4))
+    eight, four = (
+        trace(tmp_path, layers=1, optim=f"adamw_torch_{bits}bit", lean_loss=False) for bits in (8, 4)
+    )
     # Two averages of a byte, or half of one, for a weight of four; a few vectors are not quantized.
     assert 2 / 4 < at_most(eight, "optimizer state") / at_most(eight, "weights") < 0.7
     assert 1 / 4 < at_most(four, "optimizer state") / at_most(four, "weights") < 0.4
@@ -57,8 +59,10 @@ def test_an_optimizer_that_compiles_its_update_is_planned_with_its_state_in_few_
 
 def test_an_optimizer_without_state_saves_no_bytes_of_it(tmp_path: Path) -> None:
     """Of a stack of which few layers are run, what is 0 for each of them is still in the sum."""
-    whole, few = (trace(tmp_path, whole=whole, layers=8, optim="sgd") for whole in (True, False))
-    assert few.facts["layers"] == ["model.layers", 8]
+    whole, few = (
+        trace(tmp_path, whole=whole, layers=6, optim="sgd", lean_loss=False) for whole in (True, False)
+    )
+    assert few.facts["layers"] == ["model.layers", 6]
     assert few.saved == whole.saved
     assert Forecast(few).disk == few.saved["weights"] > 0
 
@@ -87,11 +91,12 @@ def test_a_machine_with_an_accelerator_plans_the_same(
 
 
 def test_recomputation_and_batch_change_activations_as_they_do(tmp_path: Path) -> None:
-    plain = at_most(trace(tmp_path, layers=2), "activations")
-    assert (
-        at_most(trace(tmp_path, layers=2, per_device_train_batch_size=2 * BATCH), "activations") > 1.9 * plain
-    )
-    assert at_most(trace(tmp_path, layers=2, activation_checkpointing=True), "activations") < 0.7 * plain
+    def activations(**options: Any) -> int:
+        return at_most(trace(tmp_path, layers=2, lean_loss=False, **options), "activations")
+
+    plain = activations()
+    assert activations(per_device_train_batch_size=2 * BATCH) > 1.9 * plain
+    assert activations(activation_checkpointing=True) < 0.7 * plain
 
 
 def test_activations_of_a_layer_are_what_autograd_keeps_of_it(tmp_path: Path) -> None:
@@ -129,9 +134,9 @@ def kept(layers: int) -> int:
 def test_layers_that_are_left_out_add_what_they_would(
     tmp_path: Path, world: int, options: dict[str, Any]
 ) -> None:
-    """The trace of four and five layers, continued to nine, is that of nine."""
-    whole, added = (trace(tmp_path, world, each, layers=9, **options) for each in (True, False))
-    assert added.facts["layers"] == ["model.layers", 9]
+    """The trace of four and five layers, continued to seven, is that of seven."""
+    whole, added = (trace(tmp_path, world, each, layers=7, **options) for each in (True, False))
+    assert added.facts["layers"] == ["model.layers", 7]
     assert added.peak[1].total == whole.peak[1].total
     assert added.saved == whole.saved
     assert added.facts["parameters"] == whole.facts["parameters"]
@@ -180,7 +185,9 @@ def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, shards: int, pipel
 
 def saved(folder: Path, world: int, rank: int, **options: Any) -> int:
     """The bytes that a rank has to save."""
-    return trace_of(lambda: trainer(folder, layers=2, **options).train(), world, rank).saved["here"]
+    return trace_of(lambda: trainer(folder, layers=2, lean_loss=False, **options).train(), world, rank).saved[
+        "here"
+    ]
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")

@@ -139,6 +139,19 @@ def test_a_run_that_is_killed_in_an_upload_is_continued_from_the_hub(
     assert torch.equal(again.model.layer.weight, whole.model.layer.weight)
 
 
+def test_a_checkpoint_that_did_not_arrive_is_uploaded_by_the_run_that_continues(
+    hub: Hub, token: str, tmp_path: Path
+) -> None:
+    """Also where nothing is left to train; one that arrived is not uploaded again."""
+    hub.faults = [Fault("POST .*/commit/", status=403, times=99)]
+    trainer(tmp_path, token, hub_strategy="checkpoint").train()
+    hub.faults = []
+    for _ in range(2):
+        trainer(tmp_path, token, hub_strategy="checkpoint").train(resume_from_checkpoint=True)
+        messages = hub.repositories["someone/run"].messages
+        assert messages == ["initial commit", "Training in progress, step 4"]
+
+
 class _SignalsWhenWaiting(logging.Handler):
     """Sends this process a signal once the run waits for its uploads."""
 

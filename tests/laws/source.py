@@ -135,9 +135,14 @@ def windlass_targets(found: Import, known: dict[str, Module]) -> set[str]:
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+    # What holds statements: no expression does, and most nodes are in one.
+    holders: list[ast.AST] = [tree]
+    for holder in holders:
+        for node in ast.iter_child_nodes(holder):
+            if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+                holders.append(node)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

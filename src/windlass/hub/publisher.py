@@ -16,6 +16,7 @@ from typing import Any
 from windlass.checkpoint.export import ExportOptions, export_folder, model_files
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from windlass.checkpoint.store import is_checkpoint
 from windlass.checkpoint.stored import Folder, open_folder
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import CheckpointError, ConfigError, Problem, WindlassError
@@ -23,6 +24,7 @@ from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.output import one_line
 from windlass.core.redact import HIDDEN
+from windlass.core.upload_log import read_uploads
 from windlass.hub.client import HubClient, HubError
 from windlass.hub.staging import StagedFiles, remove_stale
 from windlass.hub.uploads import Upload, Uploads
@@ -131,6 +133,21 @@ class Publisher:
             uploads.drop(upload, f"{type(error).__name__}: {error}")
         else:
             uploads.add(upload)
+
+    def continued(self, checkpoint: Path, step: int) -> None:
+        """Publish the checkpoint that a run continues from, unless it is noted that it arrived: the process that saved
+        it may have ended before. Returns at once. One that is not of this run's folder is left alone.
+        """
+        own = self._folder / f"checkpoint-{step}"
+        if checkpoint.resolve() != own.resolve() or not is_checkpoint(own):
+            return
+        saved_at = (own / MANIFEST_NAME).stat().st_mtime
+        # An earlier run of this folder may have noted the same step.
+        if not any(
+            row["step"] == step and not row["problem"] and row["time"] >= saved_at
+            for row in read_uploads(self._folder)
+        ):
+            self.saved(own)
 
     def push(self, files: Mapping[str, Path], message: str, source: Path) -> Future[str]:
         """Start to upload these files (path in the repository -> file). The result is the address of the commit.

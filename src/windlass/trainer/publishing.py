@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from windlass.callbacks.handler import CallbackHandler
 from windlass.checkpoint.export import model_files
+from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.stored import open_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.config.kinds import seconds
@@ -101,6 +102,13 @@ def opened(handler: CallbackHandler, all_ranks: Gang) -> None:
         raise failure
     if refused:
         raise ConfigError(Problem(*found) for found in refused)
+
+
+def continued(handler: CallbackHandler, checkpoint: Checkpoint | None, all_ranks: Gang) -> None:
+    """Publish the checkpoint that a run continues from, if it did not arrive, on the main process."""
+    if checkpoint is not None and all_ranks.rank == 0:
+        for callback in handler.of_kind(HubCallback):
+            callback.publisher.continued(checkpoint.folder, checkpoint.step)
 
 
 def fetched(resume: Any, args: TrainingArguments, all_ranks: Gang, folder: RunFolder) -> Any:

@@ -471,6 +471,7 @@ class Trainer:
         self._run, self._writer, checkpoint, place = preparation.prepare_run(
             request, signals, self._folder, resume
         )
+        publishing.continued(self.callback_handler, checkpoint, self._services.session.all_ranks)
         self.model_wrapped = self._run.executor.model
         pad_token = getattr(request.tokenizer, "pad_token_id", None)
         return run_training.RunTraining(self._run, request.hooks, pad_token).execute(checkpoint, place)
