@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.finetuning import small
 from tests.forecast.models import BATCH, LENGTH, llama, mixture, trainer
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaForCausalLM
 
-from windlass import ParallelismConfig
+from windlass import ParallelismConfig, SFTConfig, SFTTrainer
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.tensors import is_fake
 from windlass.forecast.forecast import Forecast
@@ -37,6 +39,31 @@ def test_weights_gradients_and_state_are_those_of_the_model(tmp_path: Path) -> N
     assert at_most(found, "optimizer state") == 2 * bytes_of_weights + steps
     assert found.saved["weights"] == bytes_of_weights
     assert not list(tmp_path.iterdir()), "a plan writes nothing into the folder of the run"
+
+
+def test_of_an_adapter_on_packed_rows_no_base_is_saved(tmp_path: Path) -> None:
+    """Nor are packed documents compared, of which a plan has no values."""
+    peft = pytest.importorskip("peft")
+    small.model().save_pretrained(tmp_path / "base")
+
+    def start() -> None:
+        args = SFTConfig(
+            str(tmp_path / "run"), packing=True, max_length=16, max_steps=2, use_cpu=True, report_to="none", bf16=False,
+            gradient_checkpointing=False,
+        )  # fmt: skip
+        base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        adapter = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+        rows = [{"text": "a b c d e f"}] * 8
+        tuner = SFTTrainer(
+            base, args, train_dataset=rows, peft_config=adapter, processing_class=small.tokenizer()
+        )
+        trained.extend(p.numel() * 4 for p in tuner.model.parameters() if p.requires_grad)
+        tuner.train()
+
+    trained: list[int] = []
+    found = trace_of(start)
+    assert found.saved["weights"] == sum(trained) > 0
+    assert found.saved["optimizer state"] == 2 * sum(trained) + 4 * len(trained)
 
 
 def test_an_optimizer_that_reads_its_count_of_steps_is_planned(tmp_path: Path) -> None:

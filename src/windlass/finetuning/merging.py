@@ -20,7 +20,7 @@ from windlass.checkpoint.stored import Folder, find_weights
 from windlass.checkpoint.strict_json import read
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
-from windlass.core.locations import loading
+from windlass.core.locations import at_home, loading
 from windlass.core.optional import require
 from windlass.finetuning.base_model import load_model
 from windlass.finetuning.peft_adapters import HEADS
@@ -182,7 +182,7 @@ def first_tokenizer(places: Sequence[str]) -> Any:
     """
     auto = require("transformers", "load a tokenizer").AutoTokenizer
     for place in places:
-        if any(Path(place).expanduser().glob("tokenizer*.json")):
+        if any(at_home(place).glob("tokenizer*.json")):
             with loading("tokenizer", place):
                 return auto.from_pretrained(place)
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.tensors import is_fake
 from windlass.finetuning.answers import AnsweringModel, answers_anything, check_answers, open_answers
 from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.peft_adapters import predicts_first_labels
@@ -125,8 +126,9 @@ class SFTTrainer(FineTuner):
         self.add_callback(self._answers.log)
 
     def _check_documents(self) -> None:
-        """Refuse a model that lets packed documents see each other."""
-        if self.args.joins_rows and has_weights(self.model):
+        """Refuse a model that lets packed documents see each other. A forecast has no values to see it by."""
+        fake = is_fake(next(self.model.parameters()))
+        if self.args.joins_rows and has_weights(self.model) and not fake:
             with self._documents_apart(), self.compute_loss_context_manager():
                 refuse_leaks(self.model)
                 if self._data.images is not None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.assemble.build import Built, build
+from windlass.checkpoint.adapters import find_adapter
 from windlass.config.plan import RunPlan
 from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, Problem
@@ -402,7 +403,9 @@ def _adopt_state(meter: Meter, model: nn.Module, built: Built) -> None:
 
 def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
     """Bytes of a checkpoint over all ranks, and of this rank's copy of it in host memory."""
-    weights = {id(p): p for p in model.parameters()}.values()
+    adapter = find_adapter(model)  # its base is not saved
+    named = model.named_parameters(remove_duplicate=False)
+    weights = {id(p): p for name, p in named if adapter is None or name in adapter.names}.values()
     staged = staged_of(model)
     # Tied parameters of two stages are saved once.
     copies: Collection[Tensor] = () if staged is None else set(staged.copies)
