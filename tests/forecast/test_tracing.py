@@ -10,16 +10,19 @@ import pytest
 import torch
 from tests.finetuning import small
 from tests.forecast.models import BATCH, LENGTH, llama, mixture, trainer
+from tests.zero.needed import needs_deepspeed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
-from windlass import ParallelismConfig, SFTConfig, SFTTrainer
+from windlass import ParallelismConfig, SFTConfig, SFTTrainer, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.tensors import is_fake
+from windlass.forecast.child import apart
 from windlass.forecast.forecast import Forecast
 from windlass.forecast.rehearsal import SomeValues
 from windlass.forecast.trace import Trace
 from windlass.forecast.tracing import trace_of
+from windlass.zero.building import DividedBuilding
 
 
 def trace(folder: Path, world: int = 1, whole: bool = True, **options: Any) -> Trace:
@@ -64,6 +67,21 @@ def test_of_an_adapter_on_packed_rows_no_base_is_saved(tmp_path: Path) -> None:
     found = trace_of(start)
     assert found.saved["weights"] == sum(trained) > 0
     assert found.saved["optimizer state"] == 2 * sum(trained) + 4 * len(trained)
+
+
+@needs_deepspeed
+def test_a_run_of_deepspeed_is_refused_before_its_model_is_divided(tmp_path: Path) -> None:
+    """Models are divided while they are built, which needs memory; also after another one was built whole."""
+    rows = [{"input_ids": [1] * 8, "labels": [1] * 8}] * 8
+
+    def start() -> None:
+        args = TrainingArguments(str(tmp_path), deepspeed={"zero_optimization": {"stage": 3}}, use_cpu=True)
+        with DividedBuilding.paused():
+            llama()
+        Trainer(LlamaForCausalLM._from_config(llama().config), args, train_dataset=rows).train()
+
+    with pytest.raises(ConfigError, match="a plan of it is not built"):
+        apart(lambda: trace_of(start).to_dict())
 
 
 def test_an_optimizer_that_reads_its_count_of_steps_is_planned(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from windlass.forecast.size import Size
 from windlass.forecast.trace import Trace
 from windlass.precision.check import for_any_device
 from windlass.trainer.instead import RunRequest, instead_of_runs
+from windlass.zero.building import DividedBuilding
 
 _T = TypeVar("_T")
 
@@ -79,6 +80,7 @@ def _rehearsed(
         without_accelerators(),  # tensors without memory stay on the CPU, whatever the run is planned for
         fake_weights(mode),
         instead_of_runs(planned),
+        DividedBuilding.paused(),  # `planned` refuses what DeepSpeed runs
         for_any_device() if on_device else contextlib.nullcontext(),
         contextlib.suppress(_Planned),
     ):

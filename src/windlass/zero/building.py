@@ -82,11 +82,11 @@ class DividedBuilding:
     @contextlib.contextmanager
     def paused(cls) -> Iterator[None]:
         """Context in which models are built whole: one that another run than that of the arguments trains."""
-        cls._paused = True
+        before, cls._paused = cls._paused, True
         try:
             yield
         finally:
-            cls._paused = False
+            cls._paused = before
 
     def __deepcopy__(self, memo: Any) -> DividedBuilding:
         # A copy of the arguments that hold it would be a second owner of the same setting of the process.
