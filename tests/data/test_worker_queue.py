@@ -100,11 +100,12 @@ def tensors(samples: list[int]) -> list[torch.Tensor]:
     return [torch.tensor(samples) for _ in range(2 if samples[0] < 4 else 40)]
 
 
-@pytest.mark.parametrize("limits", ["both", "the reader"])
-def test_too_few_open_files(limits: str) -> None:
+@pytest.mark.parametrize(("limits", "spare"), [("both", 16), ("the reader", 16), ("the reader", 7)])
+def test_too_few_open_files(limits: str, spare: int) -> None:
+    """With a very small limit torch raises an error in place of what was received."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = len(os.listdir("/dev/fd")) + 16, before[1]
+    few = len(os.listdir("/dev/fd")) + spare, before[1]
     batches = read_batches(loader(tensors), Reader("training"))
     try:
         if limits == "both":

@@ -186,9 +186,13 @@ class _Crew:
         self._workers = []  # not before: `is_broken` reaps those that die, and torch's handler raises for others
 
 
+# Errors of torch: of its own collation in a worker, and of a reader that has hardly a file left to open.
+_OF_TORCH = ("unable to allocate shared memory", "Too many open files. Communication with the workers")
+
+
 def _advice_on(error: Exception) -> str:
-    """What to do about an error that a worker sent; one of shared memory is torch's, of its own collation."""
-    return advice(str(error)) if "unable to allocate shared memory" in str(error) else ""
+    """What to do about an error that a worker sent, or that torch raises here in place of one."""
+    return advice(str(error)) if any(words in str(error) for words in _OF_TORCH) else ""
 
 
 def _advice(code: int) -> str:
