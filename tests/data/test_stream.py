@@ -178,6 +178,9 @@ def test_a_position_in_parts_says_so() -> None:
     alone = train_loader(Stream(Numbers(8)), 1)
     alone.load_state_dict(state)
     assert alone.consumed == 4, "two samples of each of two parts"
+    wider = train_loader(stream, 1, world=4)
+    wider.load_state_dict(state)
+    assert wider.consumed == 1, "of each of four parts"
 
 
 def test_a_sampler_for_a_stream_is_refused() -> None:
