@@ -66,31 +66,23 @@ def test_ranks_that_train_after_an_error_end_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_callback_that_raises_on_one_rank_ends_both(tmp_path: Path) -> None:
-    script = ROOT / "tests" / "trainer" / "failing_ranks.py"
-    (other, lost), (own, said) = ends_of(script, str(tmp_path))
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("failing_ranks.py", "ValueError: a callback's own mistake"),
+        # The sum of counts that the failing rank began is one that the other has not joined.
+        ("slow_data_ranks.py", "ValueError: my own mistake"),
+        # The other one waits in the exchange of the next weight of a checkpoint.
+        ("failing_gather.py", "MemoryError: no memory for it"),
+    ],
+)
+def test_an_error_of_one_rank_ends_both(script: str, error: str, tmp_path: Path) -> None:
+    (other, lost), (own, said) = ends_of(ROOT / "tests" / "trainer" / script, str(tmp_path))
     assert (own, other) == (1, 1), said + lost
-    assert "ValueError: a callback's own mistake" in said
-    assert "This was rank 1 of 2, at step 2." in said
+    assert error in said
     assert "Another rank ended first" in lost
-
-
-@pytest.mark.dist
-def test_a_loss_that_raises_while_another_rank_reads_data_ends_both(tmp_path: Path) -> None:
-    """The sum of counts that the failing rank began is one that the other has not joined."""
-    (other, lost), (own, said) = ends_of(ROOT / "tests" / "trainer" / "slow_data_ranks.py", str(tmp_path))
-    assert (own, other) == (1, 1), said + lost
-    assert "ValueError: my own mistake" in said
-    assert "Another rank ended first" in lost
-
-
-@pytest.mark.dist
-def test_a_rank_without_memory_for_the_weights_of_a_checkpoint_ends_both(tmp_path: Path) -> None:
-    """The other one waits in the exchange of the next weight."""
-    (other, lost), (own, said) = ends_of(ROOT / "tests" / "trainer" / "failing_gather.py", str(tmp_path))
-    assert (own, other) == (1, 1), said + lost
-    assert "MemoryError: no memory for it" in said
-    assert "Another rank ended first" in lost
+    if script == "failing_ranks.py":
+        assert "This was rank 1 of 2, at step 2." in said
 
 
 def test_the_error_of_a_lost_connection_is_known() -> None:
