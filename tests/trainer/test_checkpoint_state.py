@@ -15,6 +15,7 @@ from tests.checkpoint.test_malicious import reseal
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Adafactor, Trainer
+from windlass.accelerator.saved_parts import load_in_place
 from windlass.checkpoint.files import FileEntry, Files, Fingerprint
 from windlass.compat.schedule_table import AdafactorSchedule
 from windlass.core.errors import CheckpointError
@@ -295,3 +296,43 @@ def test_an_optimizer_in_another_one_is_resumed_to_the_bit_once_it_is_registered
         found.append([p.tolist() for p in model.parameters()])
     assert (found[0] == found[1]) == registered
     assert ("Composite.base is an optimizer with a state of its own" in caplog.text) != registered
+
+
+class Container(torch.optim.Optimizer):
+    """Shows the groups of two optimizers, and has none of its own."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self.parts, self.defaults, self.state = parts, {}, {}  # type: ignore[assignment]
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, loaded in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(loaded)
+
+
+class Growing(torch.optim.SGD):
+    """Its state has groups that came while it trained."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        while len(self.param_groups) < len(state["param_groups"]):
+            self.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        super().load_state_dict(state)
+
+
+def test_optimizers_with_groups_of_other_kinds_are_loaded_as_they_load_themselves() -> None:
+    def sgd(kind: type[torch.optim.SGD] = torch.optim.SGD, lr: float = 0.1) -> torch.optim.SGD:
+        return kind([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+    container = Container([sgd(), sgd()])
+    load_in_place(container, Container([sgd(lr=0.2), sgd(lr=0.3)]).state_dict())
+    assert [group["lr"] for group in container.param_groups] == [0.2, 0.3]
+    saved, growing = sgd(), sgd(Growing)
+    saved.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.4})
+    load_in_place(growing, saved.state_dict())
+    assert [group["lr"] for group in growing.param_groups] == [0.1, 0.4]

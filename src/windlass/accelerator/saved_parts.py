@@ -63,10 +63,13 @@ def load_in_place(owner: Stateful, state: State) -> None:
     """Load a state. An optimizer keeps its groups, the list and the dicts, which it may share with one that contains
     it: PyTorch replaces them, and a schedule would no longer reach both.
     """
-    groups = owner.param_groups if isinstance(owner, torch.optim.Optimizer) else None
+    # Its own list alone: one that shows the groups of its parts with a property has none to keep.
+    own = vars(owner) if isinstance(owner, torch.optim.Optimizer) else {}
+    groups = own.get("param_groups", [])
     owner.load_state_dict(state)
-    if isinstance(owner, torch.optim.Optimizer) and groups is not None:
-        loaded, owner.param_groups = owner.param_groups, groups
+    loaded = own.get("param_groups", [])
+    if len(loaded) == len(groups) > 0:
+        own["param_groups"] = groups
         for group, values in zip(groups, loaded, strict=True):
             group.update(values)
 
