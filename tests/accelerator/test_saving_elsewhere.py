@@ -450,6 +450,18 @@ def test_files_of_hooks_of_an_interrupted_save_are_removed(tmp_path: Path) -> No
     assert not (folder / "old.txt").exists()
 
 
+def test_files_of_hooks_of_another_loop_are_left_to_it(tmp_path: Path) -> None:
+    """Two loops may save different numbers of one folder at the same time."""
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator, _ = loop(project_config=project)
+    other = tmp_path / "checkpoints" / ".windlass-hooks-checkpoint_7" / "checkpoint_7" / "own.txt"
+    other.parent.mkdir(parents=True)
+    other.write_text("being saved")
+    accelerator.register_save_state_pre_hook(lambda models, states, folder: None)
+    accelerator.save_state()
+    assert other.is_file()
+
+
 def test_of_two_models_a_hook_may_save_one(tmp_path: Path) -> None:
     accelerator = make(False)
     first, second = accelerator.prepare(tiny(), tiny())

@@ -34,9 +34,9 @@ class ScriptFiles:
 
     def write_by(self, write: Callable[[Path], None]) -> None:
         """Call `write` with an empty folder on every rank: on the writer rank this one, on others one that is removed,
-        so that no two write the same file.
+        so that no two write the same file. For a run, which has locked the store: what killed ones left is removed.
         """
-        self.clear()
+        self._clear_left()
         self.make()
         if self._store.is_writer:
             write(self.folder)
@@ -56,7 +56,12 @@ class ScriptFiles:
         return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if not path.is_dir()}
 
     def clear(self) -> None:
-        """Remove what was written, also by killed processes: the steps that they saved may not be saved again."""
+        """Remove what was written."""
+        if self._store.is_writer and self._outer.exists():
+            shutil.rmtree(self._outer, ignore_errors=True)
+
+    def _clear_left(self) -> None:
+        """Remove what saves of all steps have left: that of a killed process may not be saved again."""
         if self._store.is_writer and self._store.root.exists():
             for path in self._store.root.iterdir():
                 if re.fullmatch(re.escape(_PREFIX) + self._store.pattern, path.name):
