@@ -54,16 +54,13 @@ class PairRows(Sequence[Any], Measured):
     @property
     def lengths(self) -> Values:
         """Tokens of the prompt and of each answer: int64 [rows, 1 + answers]."""
-        return self._all_lengths()[self.kept]
+        found: Values = self.rows.flat[LENGTHS].reshape(-1, 1 + len(self.answers)).astype(np.int64)
+        return found[self.kept]
 
     def sample_lengths(self) -> Values:
         """Tokens of the prompt and the longest answer of each row."""
         lengths = self.lengths
         found: Values = lengths[:, 0] + lengths[:, 1:].max(axis=1)
-        return found
-
-    def _all_lengths(self) -> Values:
-        found: Values = self.rows.flat[LENGTHS].reshape(-1, 1 + len(self.answers)).astype(np.int64)
         return found
 
     def select(self, places: Any) -> PairRows:
