@@ -17,7 +17,7 @@ from windlass.core.logs import get_logger
 from windlass.core.types import IGNORED
 from windlass.data.order import Measured
 from windlass.text.encoder import EncodedRows, RowEncoder, common_length
-from windlass.text.forms import Form, Row, RowError
+from windlass.text.forms import EXTRAS, Form, Row, RowError
 from windlass.text.summary import TextSummary
 from windlass.text.text_options import TextOptions
 from windlass.text.token_rows import LENGTHS, TokenRows
@@ -120,7 +120,6 @@ class PairRows(Sequence[Any], Measured):
 
 _logger = get_logger(__name__)
 CHOSEN, REJECTED, COMPLETION = "chosen", "rejected", "completion"
-_EXTRAS = ("tools", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,7 @@ class PairEncoder(RowEncoder):
                 f"{self._columns[0]} and {self._columns[1]} are equal, so the row states no preference; remove it",
             )
         prompt, answers = split_prompt(row.get("prompt"), answers, number)
-        extras = {name: row[name] for name in _EXTRAS if row.get(name)}
+        extras = {name: row[name] for name in EXTRAS if row.get(name)}
         return [{"prompt": prompt, "completion": answer, **extras} for answer in answers]
 
     def _needed(self) -> str:
