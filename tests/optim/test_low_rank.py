@@ -24,8 +24,8 @@ class GaLoreSGD(LowRankOptimizer):
     """Plain SGD on projected gradients."""
 
     def __init__(self, params: Any, lr: float, **options: Any) -> None:
-        projection = {"rank": 4, "update_proj_gap": 2, "scale": 1.0, "proj_type": "std", "in_backward": False}
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0}, **(projection | options))
+        projection = {"rank": 4, "update_proj_gap": 2, "scale": 1.0, "proj_type": "std"}
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0, **projection, **options})
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         return grad * group["lr"]

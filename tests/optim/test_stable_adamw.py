@@ -37,4 +37,5 @@ def test_half_precision_is_compensated_unless_told_otherwise() -> None:
 
 def test_decoupled_decay_refers_to_the_learning_rate_argument() -> None:
     plan = OptimizerPlan(name="stable_adamw", learning_rate=0.1, options={"decouple_lr": "true"})
-    assert stable_adamw(plan)[1]["max_lr"] == 0.1
+    cls, options = stable_adamw(plan)
+    assert cls([torch.nn.Parameter(torch.ones(2))], **options).param_groups[0]["max_lr"] == 0.1

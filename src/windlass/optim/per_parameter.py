@@ -58,8 +58,8 @@ class PerParameterOptimizer(CopiedOptimizer):
     projects = False
     copied = ("in_backward",)
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], in_backward: bool = False) -> None:
-        self.in_backward = in_backward
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self.in_backward: bool = defaults.pop("in_backward", False)
         super().__init__(params, defaults)
         refuse_complex(self)
 

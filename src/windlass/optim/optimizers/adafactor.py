@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import Recipe, arguments, recipe_of
 from windlass.optim.per_parameter import PerParameterOptimizer
 
 _LOW = (torch.float16, torch.bfloat16)
 
 
 def adafactor(plan: OptimizerPlan) -> Recipe:
-    known = {"clip_threshold": float, "decay_rate": float, "beta1": float, "scale_parameter": bool}
-    options = read_options(plan.name, plan.options, known)
-    return Adafactor, {"lr": plan.learning_rate, "scale_parameter": False, "relative_step": False, **options}
+    recipe = recipe_of(Adafactor, "clip_threshold", "decay_rate", "beta1", "scale_parameter")
+    cls, options = recipe(plan)
+    return cls, {"scale_parameter": False, "relative_step": False, **options}
 
 
 class Adafactor(PerParameterOptimizer):
@@ -68,20 +68,7 @@ class Adafactor(PerParameterOptimizer):
             raise ValueError("relative_step=False needs a learning rate: set lr")
         if warmup_init and not relative_step:
             raise ValueError("warmup_init=True is a part of relative_step=True: set both or none")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "eps": eps,
-                "clip_threshold": clip_threshold,
-                "decay_rate": decay_rate,
-                "beta1": beta1,
-                "weight_decay": weight_decay,
-                "scale_parameter": scale_parameter,
-                "relative_step": relative_step,
-                "warmup_init": warmup_init,
-            },
-        )
+        super().__init__(params, arguments(locals()))
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a `parameter` of `group` before its first update; rows and columns are whole on each rank."""

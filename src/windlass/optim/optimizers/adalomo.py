@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.adafactor import factored_update, rms
-from windlass.optim.optimizers.options import recipe_of
+from windlass.optim.optimizers.options import arguments, recipe_of
 from windlass.optim.per_parameter import PerParameterOptimizer, move
 
 
@@ -36,14 +36,7 @@ class AdaLomo(PerParameterOptimizer):
         weight_decay: float = 0.0,
         in_backward: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, in_backward)
+        super().__init__(params, arguments(locals()))
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         grad = whole(grad)  # rows and columns of all of it
@@ -57,4 +50,4 @@ class AdaLomo(PerParameterOptimizer):
         return True
 
 
-adalomo = recipe_of(AdaLomo, clip_threshold=float, decay_rate=float)
+adalomo = recipe_of(AdaLomo)

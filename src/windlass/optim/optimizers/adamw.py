@@ -116,7 +116,7 @@ def _are_divided_alike(tensors: list[list[Tensor]]) -> bool:
 
 
 # The default loop over tensors (`foreach` on accelerators).
-adamw = recipe_of(torch.optim.AdamW, "betas", "eps", amsgrad=bool)
+adamw = recipe_of(torch.optim.AdamW, "amsgrad")
 
 
 def adamw_fused(plan: OptimizerPlan) -> Recipe:

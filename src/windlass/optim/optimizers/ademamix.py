@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
 from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, average_squares_, zeros
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import Recipe, arguments, read_options
 
 OPTIONS: dict[str, type] = {
     "beta1": float,
@@ -60,10 +60,7 @@ class AdEMAMix(ElementwiseOptimizer):
         t_alpha: int | None = None,
         t_beta3: int | None = None,
     ) -> None:
-        options = {"alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
-        )
+        super().__init__(params, arguments(locals()))
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
         dtype = torch.promote_types(parameter.dtype, torch.float32)

@@ -90,13 +90,4 @@ class AnyPrecisionAdamW(ElementwiseOptimizer):
                 weight.add_(update)  # in fp32, rounded once
 
 
-anyprecision = recipe_of(
-    AnyPrecisionAdamW,
-    "betas",
-    "eps",
-    use_kahan_summation=bool,
-    bf16_stochastic_round=bool,
-    momentum_dtype=torch.dtype,
-    variance_dtype=torch.dtype,
-    compensation_buffer_dtype=torch.dtype,
-)
+anyprecision = recipe_of(AnyPrecisionAdamW)

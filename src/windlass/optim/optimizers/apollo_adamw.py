@@ -12,30 +12,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import Problem, refuse
 from windlass.core.rng import new_generator
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.galore_adamw import adam_direction
-from windlass.optim.optimizers.low_rank import (
-    LowRankOptimizer,
-    bases,
-    down,
-    low_rank_options,
-    projected_sides,
-    rank_of,
-)
-from windlass.optim.optimizers.options import Recipe
+from windlass.optim.optimizers.low_rank import LowRankOptimizer, bases, down, projected_sides, rank_of
+from windlass.optim.optimizers.options import arguments, recipe_of
 from windlass.optim.per_parameter import move
 
 # The norm-growth limiter of Fira (arXiv:2410.01623), with the limit that APOLLO uses.
 _GROWTH = 1.01  # the norm of an update is at most this times that of the one before
 _TINY = 1e-8
-
-
-def apollo_adamw(plan: OptimizerPlan) -> Recipe:
-    options = low_rank_options(plan, proj=str, scale_type=str)
-    return ApolloAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
 
 
 class ApolloAdamW(LowRankOptimizer):
@@ -68,6 +55,7 @@ class ApolloAdamW(LowRankOptimizer):
         scale_type: str = "channel",
         in_backward: bool = False,
     ) -> None:
+        options = arguments(locals())
         words = (
             ("proj", proj, ("random", "svd")),
             ("scale_type", scale_type, ("channel", "tensor")),
@@ -78,9 +66,7 @@ class ApolloAdamW(LowRankOptimizer):
             for name, value, known in words
             if value not in known
         )
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"proj": proj, "scale_type": scale_type}
-        super().__init__(params, defaults, rank, update_proj_gap, scale, proj_type, in_backward)
+        super().__init__(params, options)
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not group["projected"]:
@@ -128,3 +114,6 @@ def _limited(update: Tensor, state: dict[str, Any]) -> Tensor:
         norm = torch.minimum(norm, limit)
     state["norm"] = norm
     return update
+
+
+apollo_adamw = recipe_of(ApolloAdamW)

@@ -7,16 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.adafactor import factored_update
-from windlass.optim.optimizers.low_rank import LowRankOptimizer, low_rank_options
-from windlass.optim.optimizers.options import Recipe
-
-
-def galore_adafactor(plan: OptimizerPlan) -> Recipe:
-    options = low_rank_options(plan, clip_threshold=float, decay_rate=float, beta1=float)
-    return GaLoreAdafactor, {"lr": plan.learning_rate, **options}
+from windlass.optim.optimizers.low_rank import LowRankOptimizer
+from windlass.optim.optimizers.options import arguments, recipe_of
 
 
 class GaLoreAdafactor(LowRankOptimizer):
@@ -47,18 +41,13 @@ class GaLoreAdafactor(LowRankOptimizer):
         proj_type: str = "std",
         in_backward: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, rank, update_proj_gap, scale, proj_type, in_backward)
+        super().__init__(params, arguments(locals()))
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         return factored_update(whole(grad), state, group, group["lr"])  # rows and columns of all of it
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:
         return True
+
+
+galore_adafactor = recipe_of(GaLoreAdafactor)

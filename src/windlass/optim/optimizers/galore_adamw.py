@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.low_rank import LowRankOptimizer, low_rank_options
-from windlass.optim.optimizers.options import Recipe
-
-
-def galore_adamw(plan: OptimizerPlan) -> Recipe:
-    options = low_rank_options(plan)
-    return GaLoreAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
+from windlass.optim.optimizers.low_rank import LowRankOptimizer
+from windlass.optim.optimizers.options import arguments, recipe_of
 
 
 class GaLoreAdamW(LowRankOptimizer):
@@ -43,8 +37,7 @@ class GaLoreAdamW(LowRankOptimizer):
         proj_type: str = "std",
         in_backward: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, rank, update_proj_gap, scale, proj_type, in_backward)
+        super().__init__(params, arguments(locals()))
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         return adam_direction(grad, state, group).mul_(group["lr"])
@@ -59,3 +52,6 @@ def adam_direction(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -
     second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (second.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
     return torch.div(first, denominator).div_(1 - beta1**step)
+
+
+galore_adamw = recipe_of(GaLoreAdamW)

@@ -8,18 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.galore_adamw import GaLoreAdamW, adam_direction
-from windlass.optim.optimizers.low_rank import low_rank_options
-from windlass.optim.optimizers.options import Recipe
+from windlass.optim.optimizers.options import recipe_of
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
-
-
-def galore_adamw_8bit(plan: OptimizerPlan) -> Recipe:
-    options = low_rank_options(plan)
-    return GaLoreAdamW8bit, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
 
 
 class GaLoreAdamW8bit(GaLoreAdamW):
@@ -49,6 +42,7 @@ class GaLoreAdamW8bit(GaLoreAdamW):
         return direction.mul_(group["lr"])
 
 
+galore_adamw_8bit = recipe_of(GaLoreAdamW8bit)
 BLOCK = 256
 SMALLEST = 4096  # tensors with fewer numbers stay in fp32: they cost little, and errors matter more
 

@@ -19,7 +19,7 @@ from windlass.optim.optimizers.elementwise import (
     decay_,
     zeros,
 )
-from windlass.optim.optimizers.options import recipe_of
+from windlass.optim.optimizers.options import arguments, recipe_of
 
 
 class GrokAdamW(ElementwiseOptimizer):
@@ -50,17 +50,7 @@ class GrokAdamW(ElementwiseOptimizer):
     ) -> None:
         if not 0 <= alpha_init <= 1:
             raise ValueError(f"alpha_init={alpha_init} must be between 0 and 1")
-        options = {
-            "alpha_init": alpha_init,
-            "lamb": lamb,
-            "gamma": gamma,
-            "grokking_signal": 0.0,
-            "grokking_signal_decay_rate": grokking_signal_decay_rate,
-            "gradient_clipping": gradient_clipping,
-        }
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
-        )
+        super().__init__(params, {**arguments(locals()), "grokking_signal": 0.0})
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
         return {"step": 0, **{name: zeros(parameter) for name in ("exp_avg", "exp_avg_sq", "grok_ema")}}
@@ -96,13 +86,4 @@ def _clipped(batch: Batch, limit: float) -> list[Tensor]:
     return [gradient * factor for gradient, factor in zip(batch.gradients, factors, strict=True)]
 
 
-grokadamw = recipe_of(
-    GrokAdamW,
-    "betas",
-    "eps",
-    alpha_init=float,
-    lamb=float,
-    gamma=float,
-    grokking_signal_decay_rate=float,
-    gradient_clipping=float,
-)
+grokadamw = recipe_of(GrokAdamW)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, average_, decay_, zeros
-from windlass.optim.optimizers.options import recipe_of
+from windlass.optim.optimizers.options import arguments, recipe_of
 
 
 class Lion(ElementwiseOptimizer):
@@ -29,7 +29,7 @@ class Lion(ElementwiseOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, arguments(locals()))
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
         return {"exp_avg": zeros(parameter)}
@@ -45,4 +45,4 @@ class Lion(ElementwiseOptimizer):
         average_(moments, batch.gradients, beta2)
 
 
-lion = recipe_of(Lion, "betas")
+lion = recipe_of(Lion)

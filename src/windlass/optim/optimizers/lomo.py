@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.optim.optimizers.options import recipe_of
+from windlass.optim.optimizers.options import arguments, recipe_of
 from windlass.optim.per_parameter import PerParameterOptimizer, move
 
 
@@ -22,7 +22,7 @@ class Lomo(PerParameterOptimizer):
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.0, in_backward: bool = True
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, in_backward)
+        super().__init__(params, arguments(locals()))
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         move(parameter, grad * group["lr"], group["weight_decay"] * group["lr"])

@@ -14,22 +14,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import NonFiniteError, Problem, refuse
 from windlass.core.logs import get_logger
 from windlass.dist.sharded import whole
-from windlass.optim.optimizers.options import read_options
 from windlass.optim.per_parameter import PerParameterOptimizer, move
 
 _log = get_logger(__name__)
 ProjType = Literal["std", "reverse_std", "right", "left", "full"]
-KNOWN: dict[str, type] = {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str}
 
 
 class LowRankOptimizer(PerParameterOptimizer):
     """The base of GaLore optimizers: `displacement` is the inner optimizer.
 
-    Args:
+    Arguments that the constructors share:
         params: parameters or groups. A group with `projected=True`, or with a `rank` of its own, is projected: its
             parameters are matrices. All others are updated by the inner optimizer as they are.
         rank: r; the smaller side of a matrix where that is less, which is its full rank.
@@ -42,23 +39,8 @@ class LowRankOptimizer(PerParameterOptimizer):
     projects = True
     elementwise = False
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        rank: int,
-        update_proj_gap: int,
-        scale: float,
-        proj_type: str,
-        in_backward: bool,
-    ) -> None:
-        projection = {
-            "rank": rank,
-            "update_proj_gap": update_proj_gap,
-            "scale": scale,
-            "proj_type": proj_type,
-        }
-        super().__init__(params, {**defaults, **projection, "projected": False}, in_backward)
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        super().__init__(params, {**defaults, "projected": False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters. `param_group` is a dict as in the constructor; options that it lacks are the optimizer's.
@@ -91,12 +73,6 @@ class LowRankOptimizer(PerParameterOptimizer):
         `grad` is the projected gradient of a projected parameter, else the gradient; `state` and `group` as in `apply`.
         """
         raise NotImplementedError
-
-
-def low_rank_options(plan: OptimizerPlan, **known: type) -> dict[str, Any]:
-    """The options of the projection, and those in `known`, from `optim_args`; `in_backward` from the name."""
-    options = read_options(plan.name, plan.options, {**KNOWN, **known})
-    return {**options, "in_backward": plan.name.endswith("_layerwise")}
 
 
 def check_projection(group: dict[str, Any]) -> None:

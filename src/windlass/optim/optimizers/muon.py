@@ -192,4 +192,4 @@ def _outer_parameters(model: nn.Module) -> Iterator[Tensor]:
             yield from module.parameters()
 
 
-muon = recipe_of(MuonWithAdamW, "betas", "eps", momentum=float, nesterov=bool, ns_steps=int, adjust_lr_fn=str)
+muon = recipe_of(MuonWithAdamW)

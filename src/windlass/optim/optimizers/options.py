@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import torch
 
@@ -21,6 +23,8 @@ _WORDS: dict[type, str] = {
     bool: "true or false",
     str: "text",
 }
+# Arguments of constructors that the plan sets, or a schedule.
+_OF_PLAN = frozenset({"lr", "betas", "eps", "weight_decay", "warmup_steps", "in_backward"})
 # Options that have an argument of their own; setting both would leave one without effect.
 _ELSEWHERE = {
     "weight_decay": "set the weight_decay argument instead: it reaches the groups that decay",
@@ -49,19 +53,40 @@ def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str,
     return values
 
 
-def recipe_of(
-    cls: type[torch.optim.Optimizer], *values: str, **known: type
-) -> Callable[[OptimizerPlan], Recipe]:
-    """A function that makes `cls` from a plan: with its learning rate, those of its `values` ("betas", "eps"), and the
-    options of `optim_args` that `known` has, by name and type.
+def recipe_of(cls: type[torch.optim.Optimizer], *names: str) -> Callable[[OptimizerPlan], Recipe]:
+    """A function that makes `cls` from a plan: with its learning rate, betas and epsilon, and the options of
+    `optim_args`. These are the constructor's arguments `names`, by default all that are one value and have no argument
+    of the configuration.
     """
 
     def recipe(plan: OptimizerPlan) -> Recipe:
-        of_plan = {"betas": plan.betas, "eps": plan.epsilon}
-        options = read_options(plan.name, plan.options, known)
-        return cls, {"lr": plan.learning_rate, **{name: of_plan[name] for name in values}, **options}
+        kinds = _kinds_of(cls)
+        kwargs: dict[str, Any] = {"lr": plan.learning_rate}
+        if "betas" in kinds:
+            kwargs["betas"] = plan.betas
+        # Those that have two regularisers, as Adafactor, keep their own.
+        if kinds.get("eps") is float and "eps" not in names:
+            kwargs["eps"] = plan.epsilon
+        if plan.name.endswith("_layerwise"):
+            kwargs["in_backward"] = True
+        fitting = names or [name for name, kind in kinds.items() if kind in _WORDS and name not in _OF_PLAN]
+        return cls, kwargs | read_options(plan.name, plan.options, {name: kinds[name] for name in fitting})
 
     return recipe
+
+
+def _kinds_of(cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The arguments of a constructor, and their types; of one that may be None, the other type."""
+    kinds = {}
+    for name, parameter in inspect.signature(cls, eval_str=True).parameters.items():
+        others = [kind for kind in get_args(parameter.annotation) if kind is not NoneType]
+        kinds[name] = others[0] if len(others) == 1 else parameter.annotation
+    return kinds
+
+
+def arguments(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an optimizer's constructor that its groups keep as options, from its `locals()`."""
+    return {name: value for name, value in found.items() if name not in ("self", "params", "__class__")}
 
 
 def _parse(value: Any, kind: type) -> Any:

@@ -19,9 +19,7 @@ from torch.optim.optimizer import ParamsT
 from windlass.core.errors import ModelError
 from windlass.dist.sharded import locals_of
 from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, average_squares_, zeros
-from windlass.optim.optimizers.options import recipe_of
-
-_OPTIONS: dict[str, type] = {"r": float, "weight_lr_power": float}
+from windlass.optim.optimizers.options import arguments, recipe_of
 
 
 class ScheduleFree(ElementwiseOptimizer):
@@ -31,9 +29,9 @@ class ScheduleFree(ElementwiseOptimizer):
     Raises ValueError if a group gives `x` no weight in `y`: `x` is computed from `y` and `z` then, and could not be.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], r: float, weight_lr_power: float) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         counters = {"k": 0, "train_mode": True, "weight_sum": 0.0, "lr_max": -1.0, "scheduled_lr": 0.0}
-        super().__init__(params, {**defaults, "r": r, "weight_lr_power": weight_lr_power, **counters})
+        super().__init__(params, defaults | counters)
         for group in self.param_groups:
             if not 0 < _beta1(group) < 1:
                 name = "momentum" if "momentum" in group else "betas"
@@ -75,7 +73,8 @@ class ScheduleFree(ElementwiseOptimizer):
         return super().step(closure)
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
-        return {"z": parameter.detach().clone()}
+        squares = {"exp_avg_sq": zeros(parameter)} if "betas" in group else {}  # without in the form of SGD
+        return {"z": parameter.detach().clone(), **squares}
 
     def directions(self, batch: Batch, group: dict[str, Any], step: int) -> tuple[list[Tensor], float]:
         """What `z` moves against in update `step` (from 1), as new tensors, and the learning rate."""
@@ -124,11 +123,7 @@ class ScheduleFreeAdamW(ScheduleFree):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
     ) -> None:
-        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
-        super().__init__(params, {"lr": lr, **options}, r, weight_lr_power)
-
-    def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
-        return {**super().start_state(parameter, group), "exp_avg_sq": zeros(parameter)}
+        super().__init__(params, arguments(locals()))
 
     def directions(self, batch: Batch, group: dict[str, Any], step: int) -> tuple[list[Tensor], float]:
         return _adam_directions(batch, group, step), group["lr"] * _warmed(group, step)
@@ -153,19 +148,13 @@ class ScheduleFreeRAdam(ScheduleFree):
         weight_lr_power: float = 2.0,
         silent_sgd_phase: bool = True,
     ) -> None:
-        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params, {"lr": lr, **options, "silent_sgd_phase": silent_sgd_phase}, r, weight_lr_power
-        )
+        super().__init__(params, arguments(locals()))
         for group in self.param_groups:
             if group["silent_sgd_phase"] and _longest(group["betas"][1]) <= 4:
                 raise ValueError(
                     f"betas={group['betas']}: with silent_sgd_phase=True the second (adam_beta2) must be above 0.6, or "
                     "no update is ever made"
                 )
-
-    def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
-        return {**super().start_state(parameter, group), "exp_avg_sq": zeros(parameter)}
 
     def directions(self, batch: Batch, group: dict[str, Any], step: int) -> tuple[list[Tensor], float]:
         decay = group["betas"][1]
@@ -200,8 +189,7 @@ class ScheduleFreeSGD(ScheduleFree):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
     ) -> None:
-        options = {"momentum": momentum, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
-        super().__init__(params, {"lr": lr, **options}, r, weight_lr_power)
+        super().__init__(params, arguments(locals()))
 
     def directions(self, batch: Batch, group: dict[str, Any], step: int) -> tuple[list[Tensor], float]:
         return [gradient.clone() for gradient in batch.gradients], group["lr"] * _warmed(group, step)
@@ -231,6 +219,6 @@ def _beta1(group: Mapping[str, Any]) -> float:
     return float(group["momentum"] if "momentum" in group else group["betas"][0])
 
 
-schedule_free_adamw = recipe_of(ScheduleFreeAdamW, "betas", "eps", **_OPTIONS)
-schedule_free_radam = recipe_of(ScheduleFreeRAdam, "betas", "eps", silent_sgd_phase=bool, **_OPTIONS)
-schedule_free_sgd = recipe_of(ScheduleFreeSGD, momentum=float, **_OPTIONS)
+schedule_free_adamw = recipe_of(ScheduleFreeAdamW)
+schedule_free_radam = recipe_of(ScheduleFreeRAdam)
+schedule_free_sgd = recipe_of(ScheduleFreeSGD)

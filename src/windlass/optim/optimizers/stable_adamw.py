@@ -9,21 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import local
 from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, zeros
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import arguments, recipe_of
 from windlass.optim.optimizers.rounding import add_compensated_
 
 _LOW = (torch.float16, torch.bfloat16)
-
-
-def stable_adamw(plan: OptimizerPlan) -> Recipe:
-    known = {"decouple_lr": bool, "max_lr": float, "kahan_sum": bool}
-    options = read_options(plan.name, plan.options, known)
-    if options.get("decouple_lr"):
-        options.setdefault("max_lr", plan.learning_rate)
-    return StableAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
 
 
 class StableAdamW(ElementwiseOptimizer):
@@ -56,15 +47,7 @@ class StableAdamW(ElementwiseOptimizer):
         max_lr: float | None = None,
         kahan_sum: bool | None = None,
     ) -> None:
-        options = {
-            "decouple_lr": decouple_lr,
-            "max_lr": lr if max_lr is None else max_lr,
-            "kahan_sum": kahan_sum,
-        }
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
-        )
-
+        super().__init__(params, {**arguments(locals()), "max_lr": lr if max_lr is None else max_lr})
         # None compensates all half-precision weights, and no others can lose updates.
         self.keeps_small_updates = kahan_sum is not False
 
@@ -108,3 +91,6 @@ class StableAdamW(ElementwiseOptimizer):
 def _debiased(beta: float, step: int) -> float:
     """`beta * (1 - beta ** (step - 1)) / (1 - beta ** step)`: an average with this decay needs no correction."""
     return beta * (1 - beta ** (step - 1)) / (1 - beta**step)
+
+
+stable_adamw = recipe_of(StableAdamW)

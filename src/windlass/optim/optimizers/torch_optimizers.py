@@ -6,10 +6,9 @@ import torch
 
 from windlass.optim.optimizers.options import recipe_of
 
-sgd = recipe_of(torch.optim.SGD, momentum=float, dampening=float, nesterov=bool)
-adagrad = recipe_of(torch.optim.Adagrad, lr_decay=float, eps=float)  # Duchi et al. 2011
-rmsprop = recipe_of(  # Hinton, Coursera lecture 6e
-    torch.optim.RMSprop, momentum=float, alpha=float, eps=float, centered=bool
-)
+sgd = recipe_of(torch.optim.SGD, "momentum", "dampening", "nesterov")
+adagrad = recipe_of(torch.optim.Adagrad, "lr_decay", "eps")  # Duchi et al. 2011
+# Hinton, Coursera lecture 6e
+rmsprop = recipe_of(torch.optim.RMSprop, "momentum", "alpha", "eps", "centered")
 # bitsandbytes' RMSprop in 32 bits is this formula, without momentum.
-rmsprop_bnb = recipe_of(torch.optim.RMSprop, alpha=float, eps=float)
+rmsprop_bnb = recipe_of(torch.optim.RMSprop, "alpha", "eps")
