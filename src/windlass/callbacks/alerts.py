@@ -54,19 +54,13 @@ class Alerts:
 
     Args:
         rules: limits by name.
-        send: called with each alert; by default posts it if the environment names an address.
         clock: returns seconds of a clock that is never set.
     """
 
-    def __init__(
-        self,
-        rules: Mapping[str, float],
-        send: Callable[[Mapping[str, Any]], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, rules: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
         self._rules, self._clock = rules, clock
         address = os.environ.get(WEBHOOK_VARIABLE) if rules else None
-        self._send = send or (None if not address else Webhook(address).send)
+        self._send = Webhook(address).send if address else None
         self._lowest = math.inf
         self._saved_at = clock()
         self._holding: set[str] = set()

@@ -90,12 +90,6 @@ def differences(own: ScriptRecord, ours: ScriptRecord) -> dict[str, FirstDiffere
     return found
 
 
-def as_long(own: ScriptRecord, ours: ScriptRecord) -> tuple[ScriptRecord, ScriptRecord]:
-    """Return both without the updates that only one of them made."""
-    updates = min(len(own.updates), len(ours.updates))
-    return replace(own, updates=own.updates[:updates]), replace(ours, updates=ours.updates[:updates])
-
-
 def same_rows_otherwise(own: ScriptRecord, ours: ScriptRecord) -> bool:
     """Return True if both runs trained on the same rows, in another order or in other micro-batches."""
     counts = [
@@ -205,7 +199,8 @@ def compare_command(words: Sequence[str]) -> int:
         own = _run(options, Path(folder) / "own", os.environ, "its own libraries")
         ours = _run(options, Path(folder) / "windlass", {**os.environ, **answered}, "Windlass")
         farthest, made = farthest_weight(own, ours), (len(own.updates), len(ours.updates))
-    own, ours = as_long(own, ours)
+    # Without the updates that only one of them made.
+    own, ours = (replace(one, updates=one.updates[: min(made)]) for one in (own, ours))
     found = differences(own, ours)
     why = reason(found, same_rows_otherwise(own, ours), own.sees_rows or ours.sees_rows)
     versions = ", ".join(f"{name} {version}" for name in PEERS if (version := version_of(name)) is not None)

@@ -14,20 +14,19 @@ from typing import Any
 
 from windlass.config.sections.setting import BELOW_ONE, Range, at_least, setting
 
-FORMATS = (
-    "auto",
-    "jsonl",
-    "json",
-    "csv",
-    "tsv",
-    "txt",
-    "parquet",
-    "folder",
-    "hub",
-    "python-docs",
-    "parallel",
-    "digits",
-)
+ENDINGS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".text": "txt",
+    ".md": "txt",
+    ".parquet": "parquet",
+}
+PYTHON_DOCS, DIGITS = "python-docs", "digits"
+FORMATS = ("auto", *dict.fromkeys(ENDINGS.values()), "folder", "hub", PYTHON_DOCS, "parallel", DIGITS)
 METRICS = ("bleu", "rouge")
 ALGORITHMS = ("auto", "bpe", "wordpiece")
 QUANTIZATIONS = ("nf4", "fp4", "int8")
@@ -234,20 +233,8 @@ class RecipeParts:
     resumed: bool = False
 
 
-ENDINGS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".txt": "txt",
-    ".text": "txt",
-    ".md": "txt",
-    ".parquet": "parquet",
-}
 UNKNOWN_ENDING = f"unknown file ending (known: {', '.join(sorted(ENDINGS))}); set data.format"
 # Formats whose source is not a path.
-PYTHON_DOCS, DIGITS = "python-docs", "digits"
 PATHLESS = ("hub", PYTHON_DOCS, DIGITS)
 # Formats that bring their own data.
 BUILT_IN = (PYTHON_DOCS, DIGITS)

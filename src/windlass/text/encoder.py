@@ -137,7 +137,7 @@ class RowEncoder:
                 self._of_tokens(row, first + at) for at, row in enumerate(standard)
             ]
         else:
-            pairs = self._of_texts(standard, first)
+            pairs = self._labelled(*self._rendered(standard, first), first)
         return self._fitted(pairs, first)
 
     def _standard(self, row: Row, number: int) -> dict[str, Any]:
@@ -176,9 +176,6 @@ class RowEncoder:
         return ids, labels
 
     # -- rows that hold text -----------------------------------------------------------------------------------------
-
-    def _of_texts(self, rows: Sequence[Row], first: int) -> list[tuple[list[int], list[int]]]:
-        return self._labelled(*self._rendered(rows, first), first)
 
     def _labelled(
         self, texts: list[str], prompts: list[str], spans: list[Spans] | None, first: int

@@ -44,12 +44,12 @@ _COLUMNS: dict[Form, tuple[str, ...]] = {
     Form.ALPACA: ("instruction", "output"),
 }
 # Beside the messages of a row.
-_EXTRAS = ("tools", "chat_template_kwargs")
+EXTRAS = ("tools", "chat_template_kwargs")
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask")
 _OF_PREFERENCES = ("chosen", "rejected", "margin", "label")
 # All columns that some form reads, but for that of plain text.
 COLUMNS = frozenset(
-    {*chain.from_iterable(_COLUMNS.values()), *_EXTRAS, *_OF_TOKENS, *_OF_PREFERENCES, "input", "system"}
+    {*chain.from_iterable(_COLUMNS.values()), *EXTRAS, *_OF_TOKENS, *_OF_PREFERENCES, "input", "system"}
 )
 # Arguments of `apply_chat_template` that the preparation itself sets.
 _SET_HERE = frozenset((
@@ -61,14 +61,8 @@ _RESULTS = frozenset({"tool", "function", "ipython"})
 _NAMES_OF_MESSAGES = ("role", "content", "name")
 _SHAREGPT_ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
 }
 # The two prompts of Stanford Alpaca (Taori et al. 2023), which models without a chat template were trained on.
 ALPACA_WITH_INPUT = (
@@ -312,7 +306,7 @@ def _check_parts(parts: list[Any], where: str, kinds: Collection[str]) -> None:
 
 def _extras(row: Row) -> dict[str, Any]:
     """The tools and template arguments of a row, without empty ones."""
-    found = {name: row[name] for name in _EXTRAS if row.get(name)}
+    found = {name: row[name] for name in EXTRAS if row.get(name)}
     if isinstance(found.get("tools"), str):
         try:
             found["tools"] = json.loads(found["tools"]) or None

@@ -17,7 +17,7 @@ from windlass.core.logs import get_logger
 from windlass.core.types import IGNORED
 from windlass.data.order import Measured
 from windlass.text.encoder import EncodedRows, RowEncoder, common_length
-from windlass.text.forms import Form, Row, RowError
+from windlass.text.forms import EXTRAS, Form, Row, RowError
 from windlass.text.summary import TextSummary
 from windlass.text.text_options import TextOptions
 from windlass.text.token_rows import LENGTHS, TokenRows
@@ -54,16 +54,13 @@ class PairRows(Sequence[Any], Measured):
     @property
     def lengths(self) -> Values:
         """Tokens of the prompt and of each answer: int64 [rows, 1 + answers]."""
-        return self._all_lengths()[self.kept]
+        found: Values = self.rows.flat[LENGTHS].reshape(-1, 1 + len(self.answers)).astype(np.int64)
+        return found[self.kept]
 
     def sample_lengths(self) -> Values:
         """Tokens of the prompt and the longest answer of each row."""
         lengths = self.lengths
         found: Values = lengths[:, 0] + lengths[:, 1:].max(axis=1)
-        return found
-
-    def _all_lengths(self) -> Values:
-        found: Values = self.rows.flat[LENGTHS].reshape(-1, 1 + len(self.answers)).astype(np.int64)
         return found
 
     def select(self, places: Any) -> PairRows:
@@ -123,7 +120,6 @@ class PairRows(Sequence[Any], Measured):
 
 _logger = get_logger(__name__)
 CHOSEN, REJECTED, COMPLETION = "chosen", "rejected", "completion"
-_EXTRAS = ("tools", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +185,7 @@ class PairEncoder(RowEncoder):
                 f"{self._columns[0]} and {self._columns[1]} are equal, so the row states no preference; remove it",
             )
         prompt, answers = split_prompt(row.get("prompt"), answers, number)
-        extras = {name: row[name] for name in _EXTRAS if row.get(name)}
+        extras = {name: row[name] for name in EXTRAS if row.get(name)}
         return [{"prompt": prompt, "completion": answer, **extras} for answer in answers]
 
     def _needed(self) -> str:

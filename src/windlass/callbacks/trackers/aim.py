@@ -50,7 +50,10 @@ class AimTracker(PackageTracker):
         """Log numbers and Aim's own objects as they are, the rest as text."""
         numbers, others = split_numbers(values)
         text = self.package.Text
-        texts = {name: value if _is_of_aim(value) else text(str(value)) for name, value in others.items()}
+        texts = {
+            name: value if type(value).__module__.split(".")[0] == "aim" else text(str(value))
+            for name, value in others.items()
+        }
         for name, value in {**numbers, **texts}.items():
             self.writer.track(value, name=name, step=step, **kwargs)
 
@@ -66,7 +69,3 @@ class AimTracker(PackageTracker):
             image, caption = value if isinstance(value, tuple) else (value, "")
             shown = self.package.Image(image, caption=caption, **options.get("aim_image", {}))
             self.writer.track(shown, name=name, step=step, **options.get("track", {}))
-
-
-def _is_of_aim(value: Any) -> bool:
-    return type(value).__module__.split(".")[0] == "aim"

@@ -67,11 +67,9 @@ class WatchingAgent(LocalElasticAgent):
 
     signalled = False
 
-    def __init__(
-        self, spec: WorkerSpec, logs_specs: LogsSpecs, folder: Path, limits: Limits, prefix: str | None
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, folder: Path, limits: Limits) -> None:
         grace: dict[str, Any] = {"shutdown_timeout": limits.grace} if _TAKES_GRACE else {}
-        super().__init__(spec, logs_specs, log_line_prefix_template=prefix, **grace)
+        super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}]: ", **grace)
         self.incidents: list[Incident] = []
         self._folder = folder
         self._limits = limits

@@ -119,10 +119,6 @@ SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
 _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
-def _port_in_use(port: int) -> bool:
-    return not can_listen("", port)
-
-
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The devices of this machine, as the command line determines them; nothing here imports torch."""
@@ -131,7 +127,8 @@ class Machine:
     device_kind: str = "cpu"  # their type ("cuda"); "cpu" if there are none
     # (precision, True for the CPU) -> why it is not available; None if it is
     lacks: Callable[[str, bool], str | None] = lambda precision, cpu: None
-    port_in_use: Callable[[int], bool] = _port_in_use  # (port) -> True if a program listens on it
+    # (port) -> True if a program listens on it
+    port_in_use: Callable[[int], bool] = lambda port: not can_listen("", port)
 
 
 def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:

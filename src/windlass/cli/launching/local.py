@@ -128,7 +128,7 @@ def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> Watchi
     )
     logs = OptionalLogs(log_dir=str(folder / "logs"), tee=Std.from_str(plan.tee))
     limits = Limits(plan.stall_timeout, plan.grace, plan.machine_timeout)
-    return WatchingAgent(spec, logs, folder, limits, "[rank ${rank}]: ")
+    return WatchingAgent(spec, logs, folder, limits)
 
 
 def command(plan: LaunchPlan) -> list[str]:

@@ -18,7 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from windlass.cli.proving.small_training import OUTPUT, REPORT, TOLERANCE, UPDATES, VALUES, SmallTraining
+from windlass.cli.proving.small_training import (
+    FIGURES,
+    OUTPUT,
+    REPORT,
+    TOLERANCE,
+    UPDATES,
+    VALUES,
+    SmallTraining,
+)
 from windlass.core.errors import ModelError
 from windlass.core.optional import require
 from windlass.dist.listening import free_port
@@ -196,13 +204,6 @@ def _quiet_errors(path: Path) -> Iterator[None]:
 
 # A tensor whose values should be 0 has rounding of the others in it: it is compared with their size.
 _SHARE = 1e-2
-# Figures that are compared after the gradients of an update, if it has them.
-_FIGURES = {
-    "norm": "grad_norm",
-    "entropy": "entropy",
-    "token accuracy": "mean_token_accuracy",
-    "targets": "num_tokens",
-}
 Tensors = Mapping[str, Any]
 
 
@@ -274,7 +275,7 @@ def _differences(expected: EndedTraining, found: EndedTraining) -> Iterator[Mism
         for what, key in (("tokens", "num_input_tokens_seen"), ("loss", "loss")):
             yield from _figures(one, others, update, what, key)
         yield from _tensors(one, others, update, "gradient", divided)
-        for what, key in _FIGURES.items():
+        for what, key in FIGURES.items():
             yield from _figures(one, others, update, what, key)
         yield from _tensors(one, others, update, "weight", divided)
     yield from _figures(one, others, 0, "evaluation", "eval_loss")

@@ -20,6 +20,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import write_tensors
 from windlass.cli.proving.small_training import (
     ACCUMULATION,
+    FIGURES,
     MAX_NORM,
     OUTPUT,
     REPORT,
@@ -103,15 +104,7 @@ _FOREIGN = (
     "GROUP_",
     "ROLE_",
 )
-_LOGGED = (
-    "loss",
-    "grad_norm",
-    "num_input_tokens_seen",
-    "entropy",
-    "mean_token_accuracy",
-    "num_tokens",
-    "eval_loss",
-)
+_LOGGED = ("loss", "num_input_tokens_seen", *FIGURES.values(), "eval_loss")
 _SHORTEST, _LONGEST = 3, 15
 
 

@@ -9,6 +9,13 @@ from windlass.proofs.small_config import AxisLayout
 
 UPDATES, ROWS, ACCUMULATION, MAX_NORM = 4, 2, 3, 0.3
 TOLERANCE = 1e-10  # the largest difference, as a share of the values, that is rounding
+# Figures that are compared after the gradients of an update, if it has them: what they are -> how they are logged.
+FIGURES = {
+    "norm": "grad_norm",
+    "entropy": "entropy",
+    "token accuracy": "mean_token_accuracy",
+    "targets": "num_tokens",
+}
 VALUES, REPORT, OUTPUT = "values{}.safetensors", "report{}.json", "output{}.txt"
 
 
