@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.trainer.unfrozen_runs import TwoLayers, Unfreezes, samples
 from torch import Tensor, nn
 
 from windlass import EMACallback, SWACallback, Trainer, TrainerCallback
-from windlass.core.errors import ConfigError
+from windlass.core.errors import CheckpointError, ConfigError
 from windlass.dist.sharded import is_sharded, whole
 
 
@@ -259,6 +260,12 @@ def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
 @pytest.mark.dist
 def test_sharded_weights_have_the_same_average(tmp_path: Path) -> None:
     first, second = on_ranks(2, main, tmp_path)
+    # It waited in the exchange of the average, which the other rank never joined.
+    assert (
+        first.pop("unsaved")
+        == "checkpoint 1 was dropped: rank 1 has nothing to save: a callback's own mistake"
+    )
+    assert second.pop("unsaved") == "a callback's own mistake"
     assert first == second
     assert first["clean"] == first["again"] == first["failed"]
     seen = Seen()
@@ -302,6 +309,24 @@ def train_sharded(folder: Path, steps: int, resume: bool = False, fails: bool = 
     return {"weights": [whole(p).flatten().tolist() for p in trainer.model.parameters()], "loss": losses[-1]}
 
 
+class HasNoState(TrainerCallback):
+    def state_dict(self) -> dict[str, Any]:
+        if os.environ["RANK"] == "1":
+            raise ValueError("a callback's own mistake")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def unsaved(folder: Path) -> str:
+    args = arguments(folder, max_steps=1, fsdp="full_shard", ddp_timeout=20)
+    args.set_save(strategy="steps", steps=1)
+    trainer = Trainer(Net(), args, train_dataset=rows(8), callbacks=[HasNoState(), EMACallback(0.9)])
+    with pytest.raises((CheckpointError, ValueError)) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
 def doubled(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "x": row["x"].double()} for row in data]
 
@@ -310,4 +335,5 @@ def main(folder: Path) -> dict[str, Any]:
     clean = train_sharded(folder / "a", 6)
     train_sharded(folder / "b", 3)
     again = train_sharded(folder / "b", 6, resume=True)
-    return {"clean": clean, "again": again, "failed": train_sharded(folder / "c", 6, fails=True)}
+    failed = train_sharded(folder / "c", 6, fails=True)
+    return {"clean": clean, "again": again, "failed": failed, "unsaved": unsaved(folder / "d")}
