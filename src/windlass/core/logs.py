@@ -158,7 +158,7 @@ class _Place(logging.Filter):
 
 # Cached, so that the second call with the same message is a hit and warns of nothing.
 @functools.cache
-def warn_once(logger: logging.Logger, message: str) -> None:
+def warn_once(logger: logging.Logger | JobLogger, message: str) -> None:
     """Warn the first time this message is given in this process, and never again."""
     logger.warning(message)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from windlass.config.plan import BatchPlan
 from windlass.core.errors import DataError
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import STREAM_ORDER, STREAM_SAMPLE, derive_seed
 from windlass.core.trees import tensors_in
 from windlass.core.types import State
@@ -19,7 +19,7 @@ from windlass.data.skip import skips_unread, with_batch_sampler
 from windlass.data.update_batch import UpdateBatch
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 
-logger = get_logger(__name__)
+logger, job_logger = get_logger(__name__), get_job_logger(__name__)
 _END = object()
 
 
@@ -154,7 +154,7 @@ class ForeignLoader:
         if then != self.batch.ranks:
             self._here = _Entry(None, "its state is that of one process among others", None)
         if then != self.batch.ranks and state["batches"]:
-            logger.warning(
+            job_logger.warning(
                 f"{type(self.loader).__name__} dealt its batches to {then} processes, and there are {self.batch.ranks} "
                 f"now: each continues after its own first {self.taken}. Only the loader knows which samples those are"
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.types import Collator, State
 from windlass.data.agreed_stream import AgreedStream
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
@@ -22,7 +22,7 @@ from windlass.data.stream import RowCutter, SharedStream
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang
 
-logger = get_logger(__name__)
+logger, job_logger = get_logger(__name__), get_job_logger(__name__)
 
 
 class StreamLoader(Loader):
@@ -137,7 +137,7 @@ class StreamLoader(Loader):
         place, parts, now = self._place, int(state.get("parts", 1)), self._parts().get("parts", 1)
         if parts != now:
             place.bookmark = None  # of another part
-            logger.warning(
+            job_logger.warning(
                 f"{type(self.dataset).__name__} was split into {parts} parts by itself, and is read in {now} now: each "
                 f"continues after its own first {place.consumed} samples. Only the stream knows which samples those are"
             )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from windlass.config.enums import UNBUILT_OPTIMIZERS
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.tensors import is_dense
 from windlass.optim.optimizers.adafactor import adafactor
 from windlass.optim.optimizers.adalomo import adalomo
@@ -39,7 +39,7 @@ from windlass.optim.optimizers.stable_adamw import stable_adamw
 from windlass.optim.optimizers.torch_optimizers import adagrad, rmsprop, rmsprop_bnb, sgd
 from windlass.optim.optimizers.torchao_optimizers import torchao_adamw
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 
 OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "adamw_torch": adamw,

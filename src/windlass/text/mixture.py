@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.core.errors import Problem, refuse
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.rng import STREAM_ORDER, derive_seed
 
-_logger = get_logger(__name__)
+_logger = get_job_logger(__name__)
 STOPPING = ("first_exhausted", "all_exhausted")
 Ints = NDArray[np.int64]
 _ROUNDING = 1e-12  # above the error of a few operations in float64, below one row of 10^12

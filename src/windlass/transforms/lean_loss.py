@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.types import IGNORED
 from windlass.transforms.lean_head import (
     InexactLossError,
@@ -29,7 +29,7 @@ from windlass.transforms.linear_cross_entropy import LossOptions
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, log_probabilities_of
 from windlass.transforms.staged_model import staged_of
 
-logger = get_logger(__name__)
+logger, job_logger = get_logger(__name__), get_job_logger(__name__)
 Found = TypeVar("Found")
 PLAIN = LossOptions()
 
@@ -170,7 +170,8 @@ def _without_logits(model: nn.Module, core: nn.Module, run: Callable[[LeanHead],
         return None if found is None else run(found)
     except InexactLossError as reason:
         _known[key] = None
-        logger.warning(
+        said = job_logger if staged is None else logger  # a stage may be the only one with a loss
+        said.warning(
             f"the memory-lean loss is not exact for {type(core).__name__} ({reason}): the model's own loss is used"
         )
         return None

@@ -9,10 +9,10 @@ from functools import partial
 from typing import NamedTuple
 
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.optim.schedules.simple import Factor, Span, wave
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 _TYPES = ("linear", "cosine", "1-sqrt")
 Curve = Callable[[float], float]  # progress 0..1 -> 0..1
 
