@@ -7,12 +7,14 @@ Read from the environment once per call and never written. It is on the ground f
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from windlass.core.errors import ConfigError, Problem
 
 # Set by `windlass launch` for its processes: its command line up to the script, as JSON, for the command that resumes.
 LAUNCH_VARIABLE = "WINDLASS_LAUNCH_COMMAND"
+# In the order of the fields of `World`, with what counts if a launcher sets the first two alone.
+_VARIABLES = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,10 @@ class World:
         """The index of this machine, if each has as many processes as this one."""
         return self.rank // self.local_size
 
+    def variables(self) -> dict[str, str]:
+        """The variables with which a launcher makes this the world of a process."""
+        return dict(zip(_VARIABLES, map(str, astuple(self)), strict=True))
+
 
 def world_from_environment() -> World:
     """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` as torchrun and its kin set them."""
@@ -55,8 +61,7 @@ def world_from_environment() -> World:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return World()
     values = []
-    defaults = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, default in defaults.items():
+    for name, default in _VARIABLES.items():
         text = env.get(name, default)
         try:
             values.append(int(text))

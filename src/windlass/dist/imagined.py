@@ -63,13 +63,8 @@ def imagined_job(size: int, rank: int = 0) -> Iterator[None]:
     first `join` lays out the mesh.
     """
     world = World(rank, size, rank % MACHINE, min(size, MACHINE))
-    of_launcher = {
-        "RANK": world.rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_WORLD_SIZE": world.local_size,
-    }
-    with environment_of(**{name: str(value) if size > 1 else None for name, value in of_launcher.items()}):
+    variables = world.variables()
+    with environment_of(**(variables if size > 1 else dict.fromkeys(variables))):
         if size == 1:
             yield
         else:

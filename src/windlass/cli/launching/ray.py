@@ -18,6 +18,7 @@ from windlass.cli.launching.worker_environment import worker_environment
 from windlass.core.errors import refuse, unknown
 from windlass.core.optional import require
 from windlass.core.redact import redact_command
+from windlass.core.world import World
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 from windlass.dist.listening import free_port
 
@@ -119,11 +120,9 @@ def _place(context: Any, folder: Path) -> dict[str, str]:
     rank = context.get_world_rank()
     collective = require("ray.train.collective", "run under Ray")
     address, port = collective.broadcast_from_rank_zero(_free_address() if rank == 0 else None)
+    world = World(rank, context.get_world_size(), context.get_local_rank(), context.get_local_world_size())
     return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(context.get_world_size()),
-        "LOCAL_RANK": str(context.get_local_rank()),
-        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        **world.variables(),
         "GROUP_RANK": str(context.get_node_rank()),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),

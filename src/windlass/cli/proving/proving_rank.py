@@ -35,6 +35,7 @@ from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.events import TrainerState
 from windlass.core.optional import require
+from windlass.core.world import World
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.dist.gang import leave
 from windlass.dist.sharded import Absent, whole
@@ -147,14 +148,8 @@ def _redirect(path: Path) -> None:
 def _enter(rank: int, world: int, port: int) -> None:
     for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
         del os.environ[name]
-    names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    variables = World(rank, world, rank, world).variables()
+    os.environ.update(variables, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 # --- the training -----------------------------------------------------------------------------------------------------

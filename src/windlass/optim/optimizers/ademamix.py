@@ -15,13 +15,8 @@ from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, S
 from windlass.optim.optimizers.options import Recipe, arguments, read_options
 
 OPTIONS: dict[str, type] = {
-    "beta1": float,
-    "beta2": float,
-    "beta3": float,
-    "alpha": float,
-    "eps": float,
-    "t_alpha": int,
-    "t_beta3": int,
+    **dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float),
+    **dict.fromkeys(("t_alpha", "t_beta3"), int),
 }
 
 
