@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from windlass.core.run_clock import KINDS, LATEST, ClockReading, RunClock
-from windlass.core.whole_file import BINARY, NO_FOLLOW, OutputFolder, parse_json
+from windlass.core.whole_file import BINARY, NO_FOLLOW, OutputFolder, open_plain, parse_json
 
 CLOCK = ".windlass-clock.json"
 _SECONDS = 1.0  # between two writes
@@ -78,7 +78,7 @@ def rounded(seconds: dict[str, float]) -> dict[str, float]:
 def read_clock(folder: Path) -> ClockReading | None:
     """Return what the clock of a session showed last; None if the folder has no whole file."""
     try:
-        with open(folder / CLOCK, "rb") as file:
+        with open_plain(folder / CLOCK) as file:
             found: Any = parse_json(file.read(_BYTES))
     except (OSError, ValueError):
         return None

@@ -18,7 +18,7 @@ from windlass.callbacks.rows import described_event, is_number, is_timing
 from windlass.callbacks.run_view import CheckpointView, Configured, RunView
 from windlass.callbacks.samples_log import read_samples
 from windlass.core.output import in_html
-from windlass.core.whole_file import parse_json
+from windlass.core.whole_file import open_plain, parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +380,7 @@ def _answers(folder: Path) -> str:
 
 def _answer_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(max(path.stat().st_size - _ANSWER_BYTES, 0))
             lines = file.read().split(b"\n")
     except OSError:

@@ -35,7 +35,7 @@ from windlass.core.optional import is_imported, version_of
 from windlass.core.redact import is_secret_name, redact_command, redact_text, redact_value
 from windlass.core.run_clock import LATEST, run_clock
 from windlass.core.script_command import Needs
-from windlass.core.whole_file import OutputFolder, parse_json, remove_unfinished, write_whole
+from windlass.core.whole_file import OutputFolder, open_plain, parse_json, remove_unfinished, write_whole
 from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
 logger = get_logger(__name__)
@@ -317,8 +317,8 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
     """
     found = []
     for path in folder.glob(_FAILURE.format("*")):
-        with contextlib.suppress(OSError, ValueError):
-            failure = parse_json(path.read_bytes())
+        with contextlib.suppress(OSError, ValueError), open_plain(path) as file:
+            failure = parse_json(file.read())
             if _has(failure, {"rank": int, **_END}):
                 found.append(failure)
     return sorted(

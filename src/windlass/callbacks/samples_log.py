@@ -18,7 +18,7 @@ from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
-from windlass.core.whole_file import parse_json, write_whole
+from windlass.core.whole_file import open_plain, parse_json, write_whole
 
 logger = get_logger(__name__)
 
@@ -69,7 +69,7 @@ class SamplesLog(TrainerCallback):
 def read_samples(folder: Path) -> Samples:
     """Return the samples of a run; those that are damaged are left out."""
     try:
-        with open(folder / FILE_NAME, "rb") as file:
+        with open_plain(folder / FILE_NAME) as file:
             found: Any = parse_json(file.read(_MOST_BYTES))
     except (OSError, ValueError):
         return []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.core.run_clock import LATEST
-from windlass.core.whole_file import BINARY, NO_FOLLOW, parse_json
+from windlass.core.whole_file import BINARY, NO_FOLLOW, open_plain, parse_json
 
 UPLOADS = ".windlass-uploads.jsonl"
 _MOST_BYTES = 1 << 20
@@ -36,9 +36,8 @@ def note_upload(folder: Path, what: str, step: int | None, problem: str = "") ->
 
 def read_uploads(folder: Path) -> list[dict[str, Any]]:
     """Return the newest uploads that were noted; damaged lines are left out."""
-    path = folder / UPLOADS
     try:
-        with open(path, "rb") as file:
+        with open_plain(folder / UPLOADS) as file:
             file.seek(max(os.fstat(file.fileno()).st_size - _MOST_BYTES, 0))
             lines = file.read(_MOST_BYTES).split(b"\n")
     except OSError:

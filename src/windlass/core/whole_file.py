@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from windlass.core.logs import get_logger
 
@@ -68,6 +68,15 @@ def read_text(path: Path) -> str:
     if len(data) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES:,} bytes, too many for settings", str(path))
     return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file to read its bytes. Raises OSError if it cannot be read, or is another kind of file: to open a pipe
+    would wait for a process that writes to it.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    return open(path, "rb")
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
