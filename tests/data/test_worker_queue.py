@@ -118,6 +118,38 @@ def test_too_few_open_files(limits: str, spare: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+class LateFirst(Dataset[torch.Tensor]):
+    """Sample 0 is read when the worker of the others has met its limit."""
+
+    def __init__(self) -> None:
+        self.met = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            self.met.wait()
+        return torch.tensor(index)
+
+
+def test_a_worker_for_which_the_system_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standard library takes the thread that failed for started: the loader would wait for the worker's next."""
+    samples, start = LateFirst(), threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        info = get_worker_info()
+        if info is not None and info.id == 1 and thread._target.__name__ == "_serve":  # type: ignore[attr-defined]
+            samples.met.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    two = DataLoader(samples, batch_size=None, num_workers=2)
+    with pytest.raises(WorkerError, match=r"can't start new thread(?s:.*)--pids-limit"):
+        list(read_batches(two, Reader("training")))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a small /dev/shm")
 def test_a_really_small_shared_memory() -> None:
     code, said = end_of(Path(ROOT / "tests/data/small_shared_memory.py"))

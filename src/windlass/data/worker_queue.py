@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 import weakref
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import DupFd, ForkingPickler
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
 from typing import Any
 
 from torch._utils import ExceptionWrapper
+from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import get_worker_info
 
 from windlass.core.errors import WorkerError
@@ -123,6 +124,27 @@ def _taken_from(received: bytearray) -> bytearray | None:
     message = received[start:end]
     del received[:end]
     return message
+
+
+def start_handover() -> None:
+    """In a worker: start the thread of the standard library from which the loader fetches the tensors of batches.
+
+    It would start with the first tensor. Where the system then has no thread to give, that library takes it for
+    started: the loader waits for ever for the next tensor.
+
+    Raises:
+        WorkerError: there is no thread.
+    """
+    if get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
+        return
+    try:
+        with open(os.devnull, "rb") as nothing:
+            DupFd(nothing.fileno())
+    except RuntimeError as error:
+        raise WorkerError(
+            f"there is no thread that hands batches over: {error}. Raise the limit of processes and threads "
+            "(ulimit -u; docker run --pids-limit), or set fewer workers (dataloader_num_workers, 0 for none)."
+        ) from error
 
 
 class WorkerEvent:

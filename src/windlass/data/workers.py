@@ -29,7 +29,7 @@ from windlass.core.errors import ConfigError, Problem, WorkerError
 from windlass.core.job_signals import WorkerStart
 from windlass.core.logs import get_logger
 from windlass.data.worker_fork import WorkerProcess, how_it_ended, sign_on
-from windlass.data.worker_queue import WorkerEvent, WorkerQueue, advice
+from windlass.data.worker_queue import WorkerEvent, WorkerQueue, advice, start_handover
 from windlass.dist.beacon import beacon
 
 logger = get_logger(__name__)
@@ -311,6 +311,7 @@ def _all_crews() -> list[_Crew]:
 def _arrive(own: Callable[[int], Any] | None, worker: int) -> None:
     """Called in a worker when all handlers of signals are set."""
     sign_on()
+    start_handover()
     if own is not None:
         own(worker)
 
