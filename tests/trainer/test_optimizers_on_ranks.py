@@ -9,10 +9,11 @@ import pytest
 import torch
 from tests.dist.launch import on_ranks
 from tests.trainer.optimizer_cases import FAMILIES, IN_8_BITS, resumes_to_the_bit, run, weights
+from tests.trainer.small import Net, arguments, rows
 from torch import nn
 
-from windlass import Accelerator, FullyShardedDataParallelPlugin
-from windlass.core.errors import ConfigError
+from windlass import Accelerator, FullyShardedDataParallelPlugin, Trainer
+from windlass.core.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.dist
 
@@ -48,6 +49,7 @@ def test_what_cannot_be_done_is_refused_at_the_start(made: dict[str, Any]) -> No
     for where in ("8bit", "8bit of a loop"):
         assert "bitsandbytes cannot update sharded parameters: use adamw_torch_8bit" in made["refused"][where]
     assert "ranks that hold the same weights would round them differently" in made["refused"]["rounding"]
+    assert "register_for_checkpointing='SGD': its state is divided among ranks" in made["refused"]["another"]
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -76,6 +78,7 @@ def main(folder: Path, some: list[str]) -> dict[str, Any]:
     made["refused"]["rounding"] = refused(
         folder / "rounding", "adamw_torch_8bit", optim_args="bf16_stochastic_round=True"
     )
+    made["refused"]["another"] = refused_beside_another(folder / "another")
     return made
 
 
@@ -104,5 +107,22 @@ def refused_by_a_loop() -> str:
     try:
         Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(model, optimizer)
     except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def refused_beside_another(folder: Path) -> str:
+    """A second optimizer of sharded weights, registered for checkpoints. It has no state before its first update."""
+    args = arguments(folder, save_strategy="steps", **IN_PARTS)
+
+    class Twice(Trainer):
+        def create_optimizer(self) -> Any:
+            second = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            self.accelerator.register_for_checkpointing(second)
+            return super().create_optimizer()
+
+    try:
+        Twice(Net(), args, train_dataset=rows(8)).train()
+    except CheckpointError as error:
         return str(error)
     return ""

@@ -31,7 +31,7 @@ from windlass.core.types import State, Stateful
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.ending import exchanging
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import local
+from windlass.dist.sharded import is_sharded, local
 from windlass.transforms.strategy import Strategy
 
 _TOGETHER = "together"  # in the manifest
@@ -122,11 +122,17 @@ def states_of(parts: Sequence[SavedPart]) -> tuple[dict[str, State], dict[str, S
 
 def check_savable(name: str, shown: object, owner: Stateful) -> None:
     """Check that the state of a script's object can be written. Raises CheckpointError if it has no state, or one that
-    is not data.
+    is not data, or one that would be divided among ranks.
 
     Args:
         name, shown: of the object in errors; `owner` may be a wrapper of it.
     """
+    if isinstance(owner, torch.optim.Optimizer) and _updates_shards(owner):
+        fix = (
+            "its state is divided among ranks as the weights are, and so is saved for the run's own optimizer alone: "
+            "do not register it, and it starts anew in a resumed run; or train without fsdp"
+        )
+        raise CheckpointError(str(Problem(name, type(shown).__name__, fix)))
     try:
         encode(owner.state_dict())
     except (AttributeError, CheckpointError) as error:
@@ -135,6 +141,10 @@ def check_savable(name: str, shown: object, owner: Stateful) -> None:
             "`load_state_dict` restore it; or set save_strategy='no'"
         )
         raise CheckpointError(str(Problem(name, type(shown).__name__, fix))) from None
+
+
+def _updates_shards(optimizer: torch.optim.Optimizer) -> bool:
+    return any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 @contextlib.contextmanager
@@ -260,10 +270,13 @@ def saved_optimizer(
     for name, inner in held.items():
         own = isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
         if own and any(inner.state.values()) and not any(owner is inner for owner in registered):
+            fix = f"accelerator.register_for_checkpointing(optimizer.{name}) adds it, for resumed runs"
+            if _updates_shards(inner):
+                fix = "it starts anew in a resumed run"
             warn_once(
                 _log,
                 f"{type(optimizer).__name__}.{name} is an optimizer with a state of its own, which checkpoints lack: "
-                f"accelerator.register_for_checkpointing(optimizer.{name}) adds it, for resumed runs",
+                + fix,
             )
     return (
         split_optimizer_state(optimizer, model) if in_parts else (save_optimizer_state(optimizer, model), {})
