@@ -72,6 +72,9 @@ def test_a_run_is_its_best_checkpoint(run: Path, tmp_path: Path) -> None:
     for word in (str(tmp_path), "./nothing", "a/b/c"):
         with pytest.raises(CheckpointError, match=r"neither a model|is not a folder"):
             find_model(word)
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(CheckpointError, match=r"complete checkpoint; checkpoint-3: it has no manifest\.json"):
+        find_model(str(tmp_path))
 
 
 def test_the_prompt_is_a_turn_or_continued_as_it_is(run: Path, capsys: Shown) -> None:

@@ -11,7 +11,7 @@ from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.checkpoint.sharded import index_name
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import load_folder
-from windlass.checkpoint.survey import notes_of
+from windlass.checkpoint.survey import notes_of, survey
 from windlass.core.device import choose_device
 from windlass.core.errors import CheckpointError, ModelError
 from windlass.core.locations import at_home, is_folder_name, loading
@@ -36,7 +36,9 @@ def find_model(word: str) -> str:
         return str(folder)
     whole = Store(folder).whole()
     if not whole:
-        raise CheckpointError(f"{folder} holds neither a model ({_CONFIG}) nor a complete checkpoint")
+        problems = [f"; {one.path.name}: {one.problem}" for one in survey(folder) if one.problem]
+        said = f"{folder} holds neither a model ({_CONFIG}) nor a complete checkpoint"
+        raise CheckpointError(said + "".join(problems[-1:]))
     best = notes_of(whole).best
     return str(next((info.path for info in whole if info.path.name == best), whole[-1].path))
 
