@@ -14,6 +14,7 @@ from windlass import TrainerCallback
 from windlass.checkpoint.files import Files
 from windlass.core.errors import ConfigError, DataError
 from windlass.data.order import sample_lengths
+from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.text.forms import LocatedRows
 
@@ -319,3 +320,18 @@ class StopAfter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step >= self._steps
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("label_smoothing", {"label_smoothing": 0.1}),
+        ("discopop_tau", {"discopop_tau": 0.1}),
+        ("f_alpha_divergence_coef", {"f_alpha_divergence_coef": 0.3, "f_divergence_type": "forward_kl"}),
+        ("f_divergence_type", {"f_divergence_type": "forward_kl", "loss_type": "sft"}),
+        ("ld_alpha", {"ld_alpha": 0.4, "loss_type": "sft"}),
+    ],
+)  # fmt: skip
+def test_a_setting_without_effect_on_the_losses_is_refused(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.*has no effect"):
+        DPOConfig("unused", use_cpu=True, **options)

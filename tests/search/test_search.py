@@ -259,6 +259,12 @@ def test_a_changed_space_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path).hyperparameter_search({"learning_rate": [0.3]}, n_trials=2, backend="random")
 
 
+def test_a_grid_without_the_values_of_a_trial_is_refused(tmp_path: Path) -> None:
+    trainer_of(tmp_path).hyperparameter_search({"learning_rate": [0.1, 0.3]}, n_trials=2, backend="grid")
+    with pytest.raises(ConfigError, match=r"0\.3.*has no such values, which trial 1 in .*search\.json has"):
+        trainer_of(tmp_path).hyperparameter_search({"learning_rate": [0.1]}, n_trials=2, backend="grid")
+
+
 def test_another_objective_is_refused(tmp_path: Path) -> None:
     trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=1, backend="random")
     other = {"compute_objective": lambda metrics: -metrics["eval_loss"]}

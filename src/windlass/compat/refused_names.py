@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 COMMANDS = {
-    "`windlass` on the command line has launch, config, env, estimate-memory, merge-weights and selftest": (
+    "`windlass` on the command line has launch, config, env, estimate-memory, merge-weights and test": (
         "accelerate_cli", "config", "env", "estimate", "launch", "menu", "merge", "test", "utils",
     ),
     "sharding is FSDP2 from the start; old files of `config` are read as they are": ("to_fsdp2",),

@@ -322,6 +322,9 @@ class Search:
         known = study.trials[number] if number < len(study.trials) else None
         self._trial = sampler.ask(number, None if known is None else known.suggested or known.params)
         if self._trial is None:
+            if known is not None:
+                fix = f"has no such values, which trial {number} in {study.path} has: restore it, or set another "
+                raise ConfigError(Problem("hp_space", known.params, f"{fix}output_dir"))
             logger.warning("the grid has %d combinations, and all were tried", number)
             return None
         params = _as_stored(self._settings.values(self._trial))
