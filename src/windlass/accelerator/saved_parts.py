@@ -130,7 +130,7 @@ def check_savable(name: str, shown: object, owner: Stateful) -> None:
     if isinstance(owner, torch.optim.Optimizer) and _updates_shards(owner):
         fix = (
             "its state is divided among ranks as the weights are, and so is saved for the run's own optimizer alone: "
-            "do not register it, and it starts anew in a resumed run; or train without fsdp"
+            "do not register it, and it begins empty in a resumed run; or train without fsdp"
         )
         raise CheckpointError(str(Problem(name, type(shown).__name__, fix)))
     try:
@@ -272,7 +272,7 @@ def saved_optimizer(
         if own and any(inner.state.values()) and not any(owner is inner for owner in registered):
             fix = f"accelerator.register_for_checkpointing(optimizer.{name}) adds it, for resumed runs"
             if _updates_shards(inner):
-                fix = "it starts anew in a resumed run"
+                fix = "it begins empty in a resumed run"
             warn_once(
                 _log,
                 f"{type(optimizer).__name__}.{name} is an optimizer with a state of its own, which checkpoints lack: "
