@@ -260,10 +260,12 @@ def test_rows_of_a_stream_that_are_dropped_are_counted(
         trainer_of(tmp_path / "c", rows=stream, truncation_mode="error").train()
 
 
-def test_the_model_itself_is_no_reference(tmp_path: Path) -> None:
+def test_neither_the_model_itself_nor_a_name_is_a_reference(tmp_path: Path) -> None:
     model = small.model()
     with pytest.raises(ConfigError, match="cannot be the same object"):
         trainer_of(tmp_path, model, model)
+    with pytest.raises(ConfigError, match=r"ref_model='a/name': must be a model: .*from_pretrained"):
+        trainer_of(tmp_path, model, "a/name")
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -147,8 +147,11 @@ def choose_reference(
         had_adapter: the script passes a model that has an adapter, which is trained further.
 
     Raises:
-        ConfigError: the reference is the model itself, or it cannot be moved as `sync_ref_model` asks.
+        ConfigError: the reference is not a model, or the model itself, or cannot be moved as `sync_ref_model` asks.
     """
+    if not isinstance(ref_model, nn.Module | None):
+        fix = "must be a model: AutoModelForCausalLM.from_pretrained(...) loads it"
+        raise ConfigError(Problem("ref_model", ref_model, fix))
     if ref_model is base.model:
         fix = "`model` and `ref_model` cannot be the same object; leave it out, and a copy of `model` is made for you"
         raise ConfigError(Problem("ref_model", type(ref_model).__name__, fix))
