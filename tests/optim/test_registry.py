@@ -55,6 +55,35 @@ def test_each_optimizer_learns_and_repeats_its_bits(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
 
 
+# It is an option of `optim_args`, there are two, as in Adafactor, or none, for which bitsandbytes has 0 in Lion; and of
+# Muon's first group it is that of Muon.
+OTHER_EPSILON = (
+    "adagrad",
+    "rmsprop",
+    "adafactor",
+    "galore_adafactor",
+    "adalomo",
+    "lion",
+    "paged_lion",
+    "muon",
+)
+NO_BETAS = "rmsprop_bnb_8bit"  # bitsandbytes keeps the one average of RMSprop there
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_each_has_the_averages_and_the_epsilon_of_the_configuration(name: str) -> None:
+    plan = OptimizerPlan(name=name, learning_rate=0.05, weight_decay=0.01, betas=(0.81, 0.82), epsilon=0.0007)
+    try:
+        group = build_optimizer(nn.Sequential(nn.Linear(4, 4)), plan).param_groups[0]
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+    if "betas" in group and name != NO_BETAS:
+        assert tuple(group["betas"][:2]) == plan.betas
+    if "eps" in group and not name.startswith(OTHER_EPSILON):
+        assert group["eps"] == plan.epsilon
+
+
 class Weights(nn.Module):
     """A model in which one kind of parameter is missing, as adapters have no biases and only biases may be trained."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import torch
 
@@ -64,8 +64,8 @@ def recipe_of(cls: type[torch.optim.Optimizer], *names: str) -> Callable[[Optimi
         kwargs: dict[str, Any] = {"lr": plan.learning_rate}
         if "betas" in kinds:
             kwargs["betas"] = plan.betas
-        # Those that have two regularisers, as Adafactor, keep their own.
-        if kinds.get("eps") is float and "eps" not in names:
+        # Adafactor and its kin have two, and keep their own; so do those whose one is an option of theirs.
+        if "eps" in kinds and get_origin(kinds["eps"]) is not tuple and "eps" not in names:
             kwargs["eps"] = plan.epsilon
         if plan.name.endswith("_layerwise"):
             kwargs["in_backward"] = True
