@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.saved_state import export_states, has_state, import_states
+from windlass.callbacks.weight_averaging import SWACallback
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import ConfigError, Problem
@@ -271,8 +272,10 @@ class CallbackHandler:
     # --- the state
 
     def state_dict(self) -> State:
-        """Return the states by class name, as `export_states` does."""
-        return export_states(self.callbacks)
+        """Return the states by class name, as `export_states` does. Averages of sharded weights are gathered, and come
+        first: another state that fails on one rank must not leave the others waiting in that exchange.
+        """
+        return export_states(sorted(self.callbacks, key=lambda one: not isinstance(one, SWACallback)))
 
     def load_state_dict(self, state: State, *, restore_args: bool = False) -> None:
         """Restore the states in place, as `import_states` does."""

@@ -136,10 +136,7 @@ class Events(RunProgress):
 
     def saved_state(self) -> dict[str, Any]:
         """The fields of the state, with the states of callbacks. The history is the live list."""
-        # Averages of sharded weights are gathered, and come first: the state of another callback that fails on one rank
-        # must not leave the others waiting in that exchange.
-        ordered = sorted(self.handler.callbacks, key=lambda one: not isinstance(one, SWACallback))
-        self.state.stateful_callbacks = export_states(ordered)
+        self.state.stateful_callbacks = self.handler.state_dict()
         return {item.name: getattr(self.state, item.name) for item in dataclasses.fields(self.state)}
 
     def restore_callbacks(self, restore_args: bool) -> None:
