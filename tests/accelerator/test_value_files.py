@@ -110,6 +110,18 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     assert load(tmp_path / "end.pt") == {"epoch": 1}
 
 
+def test_tensors_of_another_save_are_not_replaced(tmp_path: Path) -> None:
+    save({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.json is not written: .* replace model\.safetensors"):
+        save({"best": torch.zeros(1)}, tmp_path / "model.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(load(tmp_path / "model.safetensors")["weight"], torch.ones(2))
+    save({"best": 0.5}, tmp_path / "model.json")
+    for best in (torch.zeros(1), torch.ones(1)):
+        save({"best": best}, tmp_path / "best.json")
+        assert torch.equal(load(tmp_path / "best.json")["best"], best)
+
+
 def test_files_of_others_are_read_and_not_run(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "end.pt")
     assert torch.equal(load(tmp_path / "end.pt")["a"], torch.ones(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,17 +24,27 @@ pytest.importorskip("starlette", reason="windlass ui needs starlette")
 pytest.importorskip("uvicorn", reason="windlass ui needs uvicorn")
 
 
+def started(folder: Path, *words: str, **streams: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "windlass", "ui", str(folder), "--port", "0", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **streams)
+
+
+def address_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The port, and what follows it in the address."""
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    found = re.search(r"http://[\d.]+:(\d+)(/\S*)", said)
+    assert found, said
+    return int(found[1]), found[2]
+
+
 @contextmanager
 def server(folder: Path, *words: str) -> Iterator[tuple[int, str]]:
     """Run `windlass ui`; give its port and what follows it in the address."""
-    command = [sys.executable, "-m", "windlass", "ui", str(folder), "--port", "0", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = started(folder, *words)
     assert process.stdout is not None
     try:
-        said = process.stdout.readline()
-        found = re.search(r"http://[\d.]+:(\d+)(/\S*)", said)
-        assert found, said
-        yield int(found[1]), found[2]
+        yield address_of(process)
     finally:
         process.kill()
         process.wait()
@@ -147,6 +158,16 @@ def test_another_host_needs_the_token(runs: Path) -> None:
 def test_more_runs_than_a_page_shows_are_refused(port: int) -> None:
     status, _, text = ask(port, "/page?" + "&".join(["run=first"] * 9))
     assert (status, text) == (400, "9 runs are chosen, and a page shows 8 at most: choose fewer")
+
+
+def test_an_interrupt_while_a_page_follows_a_run_ends_it_in_one_line(runs: Path) -> None:
+    with started(runs, stderr=subprocess.PIPE) as process:
+        follower = http.client.HTTPConnection("127.0.0.1", address_of(process)[0], timeout=60)
+        follower.request("GET", "/events?run=first")
+        assert follower.getresponse().read(3) == b"id:"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1] == "windlass: interrupted\n"
+    follower.close()
 
 
 def test_a_run_in_a_run_of_its_name_is_listed_beside_it(tmp_path: Path) -> None:

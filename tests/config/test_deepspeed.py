@@ -97,7 +97,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "gradient_accumulation_steps": 1, "gradient_clipping": "auto", "steps_per_print": 2000,
             "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
         },
-        {"fp16": True},
+        {"fp16": True, "warmup_steps": 1},
     ),
     "accelerate, stage 3": (
         {
@@ -110,7 +110,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 "stage3_gather_16bit_weights_on_model_save": "auto",
             },
         },
-        {"fp16": True},
+        {"fp16": True, "warmup_steps": 1},
     ),
 }  # fmt: skip
 
@@ -130,7 +130,7 @@ def refusal(folder: Path, config: Any, **changes: Any) -> str:
 def test_the_documented_file_is_completed(width: int | None, tmp_path: Path) -> None:
     path = tmp_path / "zero3.json"
     path.write_text(json.dumps(DOCUMENTED))
-    zero = plan(tmp_path, str(path), width).dist.zero
+    zero = plan(tmp_path, str(path), width, warmup_steps=1).dist.zero
     assert zero is not None
     assert "auto" not in json.dumps(zero.config)
     assert zero.config["gradient_accumulation_steps"] == 1, "the run accumulates"
@@ -152,6 +152,13 @@ def test_the_sections_of_the_optimizer_and_the_schedule_take_the_arguments() -> 
     assert filled["optimizer"]["params"] == {"lr": 0.1}
     assert filled["scheduler"]["params"] == {"warmup_num_steps": 3, "warmup_min_lr": 0}
     assert config["optimizer"]["params"] == {"lr": "auto"}, "what was given stays as it is"
+
+
+def test_a_schedule_of_deepspeed_without_a_warmup_is_refused_with_the_argument(tmp_path: Path) -> None:
+    section = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+    text = refusal(tmp_path, {"zero_optimization": {"stage": 1}, "scheduler": section})
+    assert "scheduler.params.warmup_num_steps=0" in text
+    assert "set warmup_steps" in text
 
 
 def test_a_file_and_arguments_that_contradict_are_both_named(tmp_path: Path) -> None:

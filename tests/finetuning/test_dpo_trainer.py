@@ -332,8 +332,11 @@ class StopAfter(TrainerCallback):
         ("f_alpha_divergence_coef", {"f_alpha_divergence_coef": 0.3, "f_divergence_type": "forward_kl"}),
         ("f_divergence_type", {"f_divergence_type": "forward_kl", "loss_type": "sft"}),
         ("ld_alpha", {"ld_alpha": 0.4, "loss_type": "sft"}),
+        ("ref_model_sync_steps", {"ref_model_sync_steps": 64}),
+        ("ref_model_mixup_alpha", {"ref_model_mixup_alpha": 0.9}),
+        ("precompute_ref_batch_size", {"precompute_ref_batch_size": 4}),
     ],
 )  # fmt: skip
-def test_a_setting_without_effect_on_the_losses_is_refused(name: str, options: dict[str, Any]) -> None:
+def test_a_setting_without_effect_is_refused(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.*has no effect"):
         DPOConfig("unused", use_cpu=True, **options)

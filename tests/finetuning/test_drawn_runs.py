@@ -99,6 +99,12 @@ def chosen(draw: st.DrawFn, values: dict[str, list[Any]]) -> dict[str, Any]:
     return {name: draw(st.sampled_from(options)) for name, options in values.items()}
 
 
+def read(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Without the options of a reference that moves, which are refused beside one that stays."""
+    moving = ("ref_model_sync_steps", "ref_model_mixup_alpha")
+    return {name: value for name, value in drawn.items() if drawn["sync_ref_model"] or name not in moving}
+
+
 @st.composite
 def sft_arguments(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     form = draw(st.sampled_from(["texts", "prompts", "chats"]))
@@ -132,7 +138,7 @@ def dpo_arguments(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     if "sft" in drawn["loss_type"]:  # theirs is a mean of the means of micro-batches
         drawn["gradient_accumulation_steps"] = 1
     drawn["sync_ref_model"] = drawn["sync_ref_model"] and not drawn["precompute_ref_log_probs"]
-    return form, drawn
+    return form, read(drawn)
 
 
 @st.composite
@@ -140,7 +146,7 @@ def kto_arguments(draw: st.DrawFn) -> dict[str, Any]:
     drawn = chosen(draw, KTO) | sizes(draw)
     if drawn["loss_type"] == "apo_zero_unpaired" and not drawn["sync_ref_model"]:
         drawn["precompute_ref_log_probs"] = draw(st.booleans())
-    return drawn
+    return read(drawn)
 
 
 def tokenizer() -> Any:

@@ -19,9 +19,9 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import at_home, is_url
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 _TENSORS, _VALUES = ".safetensors", ".json"
 # In the header of the tensors: the hash of the values that were saved with them. Two files cannot be replaced in one
 # instant, and tensors of one save beside values of another would be read without an error.
@@ -53,7 +53,8 @@ def save_values(path: Path, values: Any, safe_serialization: bool = False) -> No
 
     Args:
         path: ".safetensors" takes a dict of tensors. ".json" takes a nest of plain values, whose tensors go to a
-            safetensors file of the same name. Any other ending takes such a nest as one file of `torch.save`.
+            safetensors file of the same name, unless one is there that another save wrote. Any other ending takes such
+            a nest as one file of `torch.save`.
         safe_serialization: write a safetensors file under any name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,12 +125,24 @@ def _save_nest(path: Path, values: Any) -> None:
     text = strict_json.dump(tree, path.name)
     with contextlib.ExitStack() as stack:
         if found:
-            new = stack.enter_context(files.replacing(path.with_suffix(_TENSORS)))
+            beside = path.with_suffix(_TENSORS)
+            if beside.exists() and not _beside_values(beside, files):
+                raise CheckpointError(
+                    f"{path} is not written: its tensors would replace {beside.name}, which was not written beside it. "
+                    "Save under another name"
+                )
+            new = stack.enter_context(files.replacing(beside))
             # transformers reads a file with metadata only if these name a format.
             metadata = {"format": "pt", _DIGEST: hashlib.sha256(text).hexdigest()}
             write_tensors(new, found, metadata, files=files)
         # Both are written before one of them is renamed.
         files.write(stack.enter_context(files.replacing(path)), [text])
+
+
+def _beside_values(path: Path, files: Files) -> bool:
+    """True if the file was written with values, whose hash it has."""
+    with open_tensors(path, files) as tensors:
+        return _DIGEST in tensors.metadata
 
 
 def _load_nest(path: Path) -> Any:

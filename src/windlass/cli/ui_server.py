@@ -10,6 +10,7 @@ import asyncio
 import errno
 import hmac
 import json
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -76,7 +77,10 @@ def serve(folder: Path, host: str, port: int, token: str, announce: Callable[[st
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
-        uvicorn.Server(config).run(sockets=[bound])
+        server = uvicorn.Server(config)
+        # It cancels the requests that are left at its end, and would log each with a traceback.
+        logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
+        server.run(sockets=[bound])
 
 
 def application(folder: Path, token: str) -> Any:

@@ -214,6 +214,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 # --- the values of a run ----------------------------------------------------------------------------------------------
 
 
+_WARMUP = "scheduler.params.warmup_num_steps"
 # Path -> the argument of a run that its "auto" represents.
 ARGUMENTS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -227,7 +228,7 @@ ARGUMENTS = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
+    _WARMUP: "warmup_steps",
     "scheduler.params.total_num_steps": "the updates of the run",
 }
 
@@ -253,6 +254,11 @@ def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[d
         elif wanted is not None and not _same(value, wanted[0]):
             fix = f'contradicts {wanted[1]}={wanted[0]!r}; set "auto" here, or the same value in both'
             problems.append(Problem(f"{origin}.{path}", value, fix))
+    warmup = value_at(filled, _WARMUP)
+    if warmup not in (None, AUTO) and (not isinstance(warmup, int) or warmup < 1):
+        source = run.values.get(_WARMUP, (warmup, "a whole number"))[1]
+        fix = f'must be at least 1 for a schedule of DeepSpeed: set {source}, or leave out the section "scheduler"'
+        problems.append(Problem(f"{origin}.{_WARMUP}", warmup, fix))
     # Whole weights are saved without it: DeepSpeed's default remains.
     for path, size in {**_bucket_sizes(run.hidden_size), _SAVES_WHOLE: None}.items():
         if value_at(filled, path) == AUTO:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from windlass.config.sections.setting import Range, above, described, setting
 from windlass.core.errors import Problem
@@ -103,10 +103,10 @@ class DPOConfig(ReferenceConfig):
         if self.label_smoothing and not _SMOOTHED.intersection(kinds):
             fix = f"has no effect on {', '.join(kinds)}; it is for {', '.join(sorted(_SMOOTHED))}"
             yield Problem("label_smoothing", self.label_smoothing, fix)
-        yield from self._idle_settings()
         yield from super()._loss_problems()
 
-    def _idle_settings(self) -> Iterator[Problem]:
+    def _idle_settings(self) -> dict[str, str]:
+        chosen = f"on loss_type={self.loss_type} with f_divergence_type={self.f_divergence_type!r}"
         tokens_alone = set(self.loss_type) == {"sft"}
         unread = {
             "discopop_tau": "discopop" not in self.loss_type,
@@ -114,10 +114,7 @@ class DPOConfig(ReferenceConfig):
             "f_divergence_type": tokens_alone,
             "ld_alpha": tokens_alone,
         }
-        chosen = f"loss_type={self.loss_type} with f_divergence_type={self.f_divergence_type!r}"
-        for item in fields(self):
-            if unread.get(item.name) and getattr(self, item.name) != item.default:
-                yield Problem(item.name, getattr(self, item.name), f"has no effect on {chosen}; leave it out")
+        return super()._idle_settings() | {name: chosen for name, idle in unread.items() if idle}
 
     @property
     def weighted_losses(self) -> list[tuple[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from windlass.config.sections.setting import Range, above, at_least, described, setting
 from windlass.core.errors import Problem, refuse
@@ -70,3 +70,18 @@ class ReferenceConfig(TuningConfig):
         if self.sync_ref_model and self.precompute_ref_log_probs:
             fix = "moves the reference, whose log-probabilities precompute_ref_log_probs computes once; leave one out"
             yield Problem("sync_ref_model", True, fix)
+        unread = self._idle_settings()
+        for item in fields(self):
+            if item.name in unread and getattr(self, item.name) != item.default:
+                fix = f"has no effect {unread[item.name]}; leave it out"
+                yield Problem(item.name, getattr(self, item.name), fix)
+
+    def _idle_settings(self) -> dict[str, str]:
+        """The settings that nothing reads -> with what they have no effect."""
+        unread = {}
+        if not self.sync_ref_model:
+            for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+                unread[name] = "without sync_ref_model=True"
+        if not self.precompute_ref_log_probs:
+            unread["precompute_ref_batch_size"] = "without precompute_ref_log_probs=True"
+        return unread
