@@ -18,7 +18,9 @@ HERE = Path(__file__).parent
 
 @pytest.mark.dist
 def test_two_ranks_save_wherever_they_are(tmp_path: Path) -> None:
-    assert launch(2, HERE / "saving_ranks.py", tmp_path).count("SAVED ON ALL") == 2
+    said = launch(2, HERE / "saving_ranks.py", tmp_path)
+    assert said.count("SAVED ON ALL") == 2
+    assert said.count("safe_serialization=False has no effect") == 1, "the main process warns for all"
 
 
 @pytest.mark.dist

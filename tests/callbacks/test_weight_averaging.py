@@ -156,24 +156,6 @@ def test_a_stopped_run_of_mixed_dtypes_ends_with_the_same_bits(tmp_path: Path, a
     assert weights_hash(clean.model.float()) == weights_hash(again.model.float())
 
 
-def test_an_average_beside_an_optimizer_that_has_one_leaves_training_alone(tmp_path: Path) -> None:
-    """Both replace the weights for an evaluation, one after the other."""
-    options = {
-        "optim": "schedule_free_adamw",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "learning_rate": 0.1,
-    }
-    saves = {"save_strategy": "steps", "save_steps": 3}
-    _, alone = train(tmp_path / "a", SWACallback(start_step=100), **options)
-    clean, seen = train(tmp_path / "b", EMACallback(0.5), **options, **saves)
-    for one, other in zip(seen.weights, alone.weights, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    train(tmp_path / "c", EMACallback(0.5), 3, **options, **saves)
-    again, _ = train(tmp_path / "c", EMACallback(0.5), 6, resume=True, **options, **saves)
-    assert weights_hash(clean.model) == weights_hash(again.model)
-
-
 def test_an_evaluation_makes_no_copy_of_the_average(tmp_path: Path) -> None:
     """For the case that it is abandoned. On several ranks it would be gathered first."""
     asked: list[int] = []
@@ -193,6 +175,8 @@ def test_two_averages_are_refused(tmp_path: Path) -> None:
     trainer = Trainer(Net(), args, train_dataset=rows(24), callbacks=[EMACallback(), SWACallback()])
     with pytest.raises(ConfigError, match=r"EMACallback, SWACallback': .* one average of its weights"):
         trainer.train()
+    with pytest.raises(ConfigError, match=r"EMACallback.*ScheduleFreeSGD averages the weights itself"):
+        train(tmp_path, EMACallback(), optim="schedule_free_sgd")
 
 
 def test_what_is_saved_is_what_was_evaluated(tmp_path: Path) -> None:

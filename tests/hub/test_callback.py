@@ -152,6 +152,21 @@ def test_a_checkpoint_that_did_not_arrive_is_uploaded_by_the_run_that_continues(
         assert messages == ["initial commit", "Training in progress, step 4"]
 
 
+def test_all_checkpoints_that_did_not_arrive_are_uploaded_by_the_run_that_continues(
+    hub: Hub, token: str, tmp_path: Path
+) -> None:
+    """The newest arrived, and is uploaded last once more: the model in the root of the repository is its own."""
+    hub.faults = [Fault("POST .*/commit/", status=403)]
+    trainer(tmp_path, token, hub_strategy="all_checkpoints").train()
+    for _ in range(2):
+        trainer(tmp_path, token, hub_strategy="all_checkpoints").train(resume_from_checkpoint=True)
+        messages = hub.repositories["someone/run"].messages
+        assert messages[1:] == [f"Training in progress, step {step}" for step in (4, 2, 4)]
+    found = hub.files("someone/run")
+    assert "checkpoint-2/model.safetensors" in found
+    assert found["model.safetensors"] == found["checkpoint-4/model.safetensors"]
+
+
 class _SignalsWhenWaiting(logging.Handler):
     """Sends this process a signal once the run waits for its uploads."""
 

@@ -27,6 +27,7 @@ from tests.trainer.script_loss_cases import (
     Compares,
     Complete,
     Distilling,
+    DividesOnly,
     Growing,
     MultipliesOnly,
     by_hand,
@@ -143,7 +144,7 @@ def test_a_run_that_is_resumed_at_any_update_has_the_same_bits(world: int, folde
 
 @pytest.mark.dist
 def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_update(folder: Path) -> None:
-    _, found = on_ranks(2, ends_of, UNCLEAR, folder)
+    _, found = on_ranks(2, ends_of_unclear, folder)
     words = {
         "DividesOnly": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
         "ReadsTheEnvironment": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
@@ -156,6 +157,8 @@ def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_
         assert expected_words in said
         assert said.count("loss_is_scaled_for_ga") == 1
     assert found["Declared"] == found["Compares"] == "trained"
+    assert "num_items_in_batch=None" in found["evaluated"]
+    assert "`loss_is_scaled_for_ga`" in found["evaluated"]
 
 
 @pytest.mark.dist
@@ -350,6 +353,13 @@ def resumed_runs(folder: Path) -> dict[str, Any]:
 def steps(folder: Path, world: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     return {name: weights_after(cls, model, folder, world) for name, cls, model in STEPS}
+
+
+def ends_of_unclear(folder: Path) -> dict[str, str]:
+    ends = ends_of(UNCLEAR, folder)
+    with pytest.raises(TypeError) as caught:
+        saving(DividesOnly, folder).evaluate(ROWS)
+    return {**ends, "evaluated": "\n".join(caught.value.__notes__)}
 
 
 def ends_of(kinds: Sequence[type], folder: Path) -> dict[str, str]:

@@ -66,7 +66,7 @@ from windlass.config.loop_options import (
 )
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.core.errors import ConfigError, ModelError, Problem, refuse
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.mesh import Axis, Mesh
 from windlass.core.metric_values import python_number
 from windlass.core.module_state import bare, state_of
@@ -87,7 +87,7 @@ from windlass.transforms.strategy import Strategy
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 
 
 class Accelerator(Ranks):

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from windlass.config.loop_options import GradientAccumulationPlugin
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 
 
 class ActiveLoader(Protocol):

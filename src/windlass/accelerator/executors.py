@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.core.errors import CheckpointError, ModelError
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.types import State
 from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
@@ -64,7 +64,7 @@ class _Holder(nn.Module):
         self._parameters.update(tensors)  # type: ignore[arg-type]
 
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 LoopExecutor = NativeExecutor | ZeroExecutor
 
 

@@ -19,9 +19,9 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import at_home, is_url
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_job_logger, warn_once
 
-_log = get_logger(__name__)
+_log = get_job_logger(__name__)
 _TENSORS, _VALUES = ".safetensors", ".json"
 # In the header of the tensors: the hash of the values that were saved with them. Two files cannot be replaced in one
 # instant, and tensors of one save beside values of another would be read without an error.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core import host
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.run_clock import BACKWARD, COMPUTE, UPDATE, run_clock
 from windlass.core.tensors import laid_out_as
 from windlass.core.types import State
@@ -216,13 +216,19 @@ class NativeExecutor:
                 self._switch("train")
 
     def average_by(self, averages: Sequence[WeightAverage]) -> None:
-        """Set what averages weights, besides an optimizer that has modes."""
+        """Set what averages weights, if not an optimizer that has modes. Raises ConfigError if both would."""
         optimizer: Any = self.optimizer
-        self._averages = [*([optimizer] if callable(getattr(optimizer, "eval", None)) else []), *averages]
+        own = [optimizer] if callable(getattr(optimizer, "eval", None)) else []
+        if own and averages:
+            fix = (
+                f"{type(optimizer).__name__} averages the weights itself, and a run evaluates and saves one average of "
+                "them: leave one of the two out"
+            )
+            raise ConfigError(Problem("callbacks", type(averages[0]).__name__, fix))
+        self._averages = [*own, *averages]
 
     def _switch(self, mode: Literal["train", "eval"]) -> None:
-        # Each keeps the weights that it finds, so the last one that replaced them puts its own back first.
-        for average in self._averages if mode == "eval" else reversed(self._averages):
+        for average in self._averages:
             getattr(average, mode)()
 
     def begin(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from windlass.checkpoint.export import ExportOptions, export_folder, model_files
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from windlass.checkpoint.store import is_checkpoint
+from windlass.checkpoint.store import Store, is_checkpoint
 from windlass.checkpoint.stored import Folder, open_folder
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import CheckpointError, ConfigError, Problem, WindlassError
@@ -136,18 +136,28 @@ class Publisher:
 
     def continued(self, checkpoint: Path, step: int) -> None:
         """Publish the checkpoint that a run continues from, unless it is noted that it arrived: the process that saved
-        it may have ended before. Returns at once. One that is not of this run's folder is left alone.
+        it may have ended before; if all checkpoints are published, those before it too. Returns at once. One that is
+        not of this run's folder is left alone.
         """
         own = self._folder / f"checkpoint-{step}"
         if checkpoint.resolve() != own.resolve() or not is_checkpoint(own):
             return
-        saved_at = (own / MANIFEST_NAME).stat().st_mtime
+        steps = {step}
+        if self._settings.strategy == "all_checkpoints":
+            steps |= {info.step for info in Store(self._folder).list() if info.step < step}
+        missing = {one for one in steps if not self._has_arrived(one)}
+        # The newest one is the last, because the model of the last upload stays in the root of the repository.
+        for one in sorted(missing | {step}) if missing else ():
+            self.saved(self._folder / f"checkpoint-{one}")
+
+    def _has_arrived(self, step: int) -> bool:
+        """Return True if it is noted that this checkpoint is on the Hub."""
+        saved_at = (self._folder / f"checkpoint-{step}" / MANIFEST_NAME).stat().st_mtime
         # An earlier run of this folder may have noted the same step.
-        if not any(
+        return any(
             row["step"] == step and not row["problem"] and row["time"] >= saved_at
             for row in read_uploads(self._folder)
-        ):
-            self.saved(own)
+        )
 
     def push(self, files: Mapping[str, Path], message: str, source: Path) -> Future[str]:
         """Start to upload these files (path in the repository -> file). The result is the address of the commit.

@@ -38,6 +38,11 @@ from windlass.transforms.strategy import Strategy
 logger = get_logger(__name__)
 
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WITHHELD = (
+    "The loss got num_items_in_batch=None: its code names the number of processes, and before any training it is not "
+    "known if it multiplies by it. Declare that with the attribute `loss_is_scaled_for_ga` (see docs/losses.md), or "
+    "compute a mean if there is no count."
+)
 Watch = Callable[[Iterable[Placed], bool], Generator[Placed, None, None]]
 
 
@@ -166,6 +171,8 @@ class Evaluator:
             try:
                 loss, logits, labels = evaluation.predict(batch)
             except Exception as error:
+                if self._loss.count_is_withheld:
+                    error.add_note(_WITHHELD)
                 self._faults.explain(error, current)
                 raise
             if self._loss.is_sum and isinstance(loss, torch.Tensor):

@@ -184,13 +184,20 @@ class LossPolicy:
         """The count that the hooks get for the micro-batch that the normaliser's scope is."""
         return self.script.count(of_update, self.normaliser.targets, self._device, note=self.is_unreported)
 
+    @property
+    def count_is_withheld(self) -> bool:
+        """True if an evaluation passes no count, because the code of a script's loss names the number of processes,
+        and no training has shown yet what it does with it.
+        """
+        several = self._data_ranks.size > 1
+        return several and self.script.is_given_count and self.script.complete is None
+
     def in_evaluation(self, count_targets: Callable[[Any], float], batch: Any) -> dict[str, Any]:
         """What `compute_loss` gets beside a batch of an evaluation: for a script's loss the count of the batch's own
-        targets, so that the loss is a mean over them. Nothing if the loss takes no count, or if its code names the
-        number of processes and no training has shown yet what it does with it.
+        targets, so that the loss is a mean over them. Nothing if the loss takes no count, or it is withheld.
         """
         complete, processes = self.script.complete, self._data_ranks.size
-        if not self.script.is_given_count or (complete is None and processes > 1):
+        if not self.script.is_given_count or self.count_is_withheld:
             return {}
         # A complete loss multiplies by the number of processes what it divided.
         count = (count_targets(batch) or 1.0) * (processes if complete else 1)
