@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.checkpoint.failing_system import FailingSystem
 from tests.checkpoint.faults import ShortFiles
 
-from windlass.checkpoint.files import PIECE, FileEntry, Files, is_disk_failure, is_full_disk
+from windlass.checkpoint.files import PIECE, FileEntry, Files, is_disk_failure, is_full_disk, is_unreachable
 from windlass.core.errors import CheckpointError
 
 
@@ -46,6 +47,21 @@ def test_a_file_is_flushed_after_its_last_byte(tmp_path: Path) -> None:
     files = Chatter()
     files.write(tmp_path / "a", [b"x", b"y"])
     assert files.said == ["create", "write", "fsync"]
+
+
+def test_what_is_flushed_reaches_the_system(tmp_path: Path) -> None:
+    files, file = Files(), tmp_path / "a"
+    with FailingSystem(tmp_path, "fsync", errno.EIO) as system:
+        files.write(file, [b"x"])
+        files.sync_file(file)
+        files.sync_folder(tmp_path)
+    assert system.count == 3
+    for flush, path in ((files.sync_file, file), (files.sync_folder, tmp_path)):
+        with FailingSystem(tmp_path, "fsync", errno.EIO, at=1), pytest.raises(OSError, match="Input/output"):
+            flush(path)
+    # Some network file systems cannot flush a folder.
+    with FailingSystem(tmp_path, "fsync", errno.EINVAL, at=1):
+        files.sync_folder(tmp_path)
 
 
 class Noting(Files):
@@ -151,6 +167,13 @@ def test_a_disk_that_takes_nothing_is_an_error_not_a_loop(tmp_path: Path) -> Non
         Stuck().write(tmp_path / "a", [b"x"])
 
 
+def test_a_leftover_under_the_temporary_name_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "tmp-a").symlink_to(tmp_path / "nowhere")
+    with Files().replacing(tmp_path / "a") as new:
+        Files().write(new, [b"x"])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"x"}
+
+
 def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(11))
     (tmp_path / "link").symlink_to(tmp_path / "large")
@@ -164,6 +187,10 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     ]:
         with pytest.raises(CheckpointError, match=why):
             Files().read(tmp_path / name, 10)
+    if sys.platform == "linux":
+        with pytest.raises(CheckpointError, match="grew"):
+            # Its size is 0 and its content is not.
+            Files().read(Path("/proc/self/status"), 10)
 
 
 def test_which_errors_are_the_disks() -> None:
@@ -176,3 +203,5 @@ def test_which_errors_are_the_disks() -> None:
     wrapped = CheckpointError("could not write")
     wrapped.__cause__ = OSError(errno.EIO, "broken")
     assert is_disk_failure(wrapped)
+    assert is_unreachable(wrapped)
+    assert not is_unreachable(PermissionError(errno.EACCES, "no"))

@@ -202,6 +202,14 @@ def test_a_damaged_segment_is_written_again(damage: str, links: bool, tmp_path: 
     assert complete_state(run.save(logged))["log_history"] == logged
 
 
+def test_a_segment_that_is_changed_after_the_verification_is_refused(tmp_path: Path) -> None:
+    checkpoint = Run(tmp_path).save(rows(0, 45))
+    path = checkpoint.folder / segments(checkpoint)[1]
+    path.write_bytes(path.read_bytes().replace(b"12", b"21"))
+    with pytest.raises(CheckpointError, match=r"000000010\.jsonl is damaged"):
+        complete_state(checkpoint)
+
+
 def test_a_resumed_run_goes_on_with_the_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, logged = Run(tmp_path / "first"), rows(0, 45)
     checkpoint = run.save(logged)

@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 from tests.checkpoint.faults import state_of
 
+from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.opening import choose_on_all
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.staged import StagedCheckpoint
-from windlass.checkpoint.store import Store
+from windlass.checkpoint.store import SaveDropped, Store
+from windlass.checkpoint.verified import hand_over, take_over
 from windlass.core.errors import CheckpointError, ConfigError
 from windlass.core.world import World
 from windlass.dist.gang import Gang
+from windlass.dist.wire import pack, unpack
 
 
 class ThreadGang(Gang):
@@ -32,7 +36,7 @@ class ThreadGang(Gang):
         self._barrier, self._board = barrier, board
 
     def gather_objects(self, value: Any) -> list[Any]:
-        self._board[self.rank] = json.loads(json.dumps(value))
+        self._board[self.rank], _ = unpack(pack(value))
         self._barrier.wait()
         values = list(self._board)
         self._barrier.wait()
@@ -117,6 +121,46 @@ def save_on_two(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "0" / "checkpoint-1", tmp_path / "1" / "checkpoint-1"
 
 
+def test_the_newest_that_is_on_all_disks_stays_until_another_is(tmp_path: Path) -> None:
+    """Saves in the background commit on each disk alone: here the second machine dies before it has."""
+
+    def listed(store: Store) -> list[int]:
+        Retention(1).apply(store, [])
+        return [info.step for info in store.list()]
+
+    def save(gang: Gang) -> None:
+        options: Any = {"all_ranks": gang, "disks": Disks(gang.rank, 2, (gang.rank,))}
+        store = Store(tmp_path / str(gang.rank), **options)
+        for step in (1, 2):
+            store.write(step, {}, lambda staged: None)
+        assert listed(store) == [2]
+        # Also of a run that goes on in other processes.
+        for step, now in ((3, store), (4, Store(store.root, **options))):
+            staged = now.begin(step, {})
+            staged.seal()
+            if gang.rank == 0:
+                now.commit(staged)
+                assert listed(now) == [2, step]
+
+    assert on_ranks(machines(2, 1), save) == [None, None]
+
+
+class Full(Files):
+    def free_bytes(self, path: Path) -> int:
+        return 0
+
+
+def test_a_disk_without_room_leaves_nothing_on_any(tmp_path: Path) -> None:
+    def save(gang: Gang) -> None:
+        root, files = tmp_path / str(gang.rank), Full() if gang.rank == 1 else Files()
+        store = Store(root, all_ranks=gang, disks=Disks(gang.rank, 2, (gang.rank,)), files=files)
+        with pytest.raises(OSError if gang.rank == 1 else SaveDropped):
+            store.write(1, {}, lambda staged: None, needed=1)
+        assert list(root.iterdir()) == []
+
+    assert on_ranks(machines(2, 1), save) == [None, None]
+
+
 class Unlisted(Store):
     """A folder whose disk does not answer."""
 
@@ -143,6 +187,7 @@ def test_each_disk_lists_its_own(tmp_path: Path) -> None:
     for node, path in enumerate((first, second)):
         info = Store(path.parent).verify(path)
         assert (info.nodes, info.held, info.complete, info.world_size) == (2, (node,), False, 2)
+        assert take_over(hand_over(info)) == info
         manifest = json.loads((path / "manifest.json").read_text())
         assert (manifest["node"], manifest["nodes"]) == (node, 2)
     checkpoint = CheckpointManager(Store(first.parent)).load(first)

@@ -73,6 +73,13 @@ def test_round_trip_in_memory(tmp_path: Path) -> None:
     fsspec.filesystem("memory").rm(f"/bucket-{tmp_path.name}", recursive=True)
 
 
+def test_a_serial_follows_those_of_the_remote_folder(tmp_path: Path, url: str) -> None:
+    """A new run on another machine, whose own folder is empty."""
+    for machine, step in (("a", 3), ("b", 1)):
+        save(tmp_path / machine, url, step, limit=None)
+    assert newest(tmp_path / "c", url).step == 1
+
+
 def count(work: Callable[[], object]) -> int:
     Faulty.arm()
     work()

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.checkpoint.faults import save
 
@@ -23,6 +23,7 @@ def infos(steps: set[int]) -> list[CheckpointInfo]:
     limit=st.none() | st.integers(-1, 9),
     protected=st.sets(st.integers(0, 30), max_size=2),
 )
+@example(steps={1, 2}, limit=-1, protected=set())
 def test_what_stays(steps: set[int], limit: int | None, protected: set[int]) -> None:
     whole = infos(steps)
     gone = {

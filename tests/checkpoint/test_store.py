@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.checkpoint.faults import CountingFiles, Ranks, failing, newest, save, state_of
 
+from windlass.checkpoint import manifest
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.staged import StagedCheckpoint
@@ -139,6 +140,14 @@ def test_every_single_byte_of_the_manifest_counts(fast_disk: Path) -> None:
         assert json.loads(bytes(data)) == body  # white space alone may differ unnoticed
 
 
+def test_a_checkpoint_of_too_many_files_is_refused_when_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 300)
+    with pytest.raises(CheckpointError, match="2 files are too many for one checkpoint"):
+        Store(tmp_path).write(1, {}, lambda staged: [staged.write_state(name, {}) for name in "ab"])
+
+
 def test_resume_says_what_it_skipped_and_why(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(
@@ -247,6 +256,15 @@ def test_a_rank_whose_list_cannot_be_synced_has_not_sealed_for_the_writer_either
     assert not writer.is_sealed_by_others()
 
 
+def test_what_other_code_wrote_is_flushed_too(tmp_path: Path) -> None:
+    def write(staged: StagedCheckpoint) -> None:
+        (staged.folder / "tokenizer").mkdir()
+        _put(staged.folder / "tokenizer" / "vocab.json")
+
+    Store(tmp_path, files=(files := CountingFiles())).write(1, {}, write)
+    assert {"fsync vocab.json", "fsync_folder tokenizer"} <= set(files.operations)
+
+
 def test_other_codes_symlink_or_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a symbolic link"):
         Store(tmp_path).write(1, {}, lambda staged: (staged.folder / "weights").symlink_to("/etc/hostname"))
@@ -283,8 +301,12 @@ def _write_as_rank(ranks: Ranks, root: Path, rank: int, files: Any = None) -> No
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_ranks_write_one_checkpoint(world: int, tmp_path: Path) -> None:
-    ranks = Ranks(world)
-    assert ranks.run(lambda rank: _write_as_rank(ranks, tmp_path, rank)) == [None] * world
+    ranks, files = Ranks(world), [CountingFiles() for _ in range(world)]
+    assert ranks.run(lambda rank: _write_as_rank(ranks, tmp_path, rank, files[rank])) == [None] * world
+    listed = "tmp-rank-00001.files.json"
+    assert files[1].operations[-5:] == [
+        "fsync_folder tmp-checkpoint-4", f"create {listed}", f"write {listed}", f"fsync {listed}", f"rename {listed}",
+    ]  # fmt: skip
     info = Store(tmp_path).verify(tmp_path / "checkpoint-4")
     assert info.world_size == world
     assert {name for name in info.files if name.endswith(".json")} == {

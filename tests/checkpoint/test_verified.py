@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
 from tests.checkpoint.faults import save
 
+from windlass.checkpoint import files
 from windlass.checkpoint.files import FileEntry, Files, Fingerprint
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.store import Store
@@ -109,16 +111,33 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
         load()
 
 
+def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"1")
+    entry, digest = Files().digest(path), files.digest_of
+
+    def changed(file: FileIO) -> FileEntry:
+        found = digest(file)
+        path.write_bytes(b"12")
+        return found
+
+    monkeypatch.setattr(files, "digest_of", changed)
+    with pytest.raises(CheckpointError, match=r"a is damaged"):
+        Files().check(path, entry)
+
+
 def test_files_that_stand_otherwise_are_hashed_not_refused(tmp_path: Path) -> None:
     """Another machine may see other inodes and times: then it pays for its own verification."""
     save(tmp_path, 3)
     handover = CheckpointManager(Store(tmp_path)).choose(True)
     handover["seen"] = {name: [0, 0, 0, 0] for name in handover["seen"]}
-    files = Hashes()
-    checkpoint = CheckpointManager(Store(tmp_path, files=files)).receive(handover)
+    hashes = Hashes()
+    checkpoint = CheckpointManager(Store(tmp_path, files=hashes)).receive(handover)
     load_all(checkpoint)
     load_all(checkpoint)
-    assert sorted(files.hashed) == [
+    assert sorted(hashes.hashed) == [
         "config.json", "model.safetensors", "optimizer.json", "optimizer.safetensors", "rank-00000.json",
         "rank-00000.safetensors",
     ]  # fmt: skip

@@ -114,8 +114,9 @@ class StagedCheckpoint:
             raise CheckpointError(
                 f"{self.folder} lacks files that were to be written: {shorten(sorted(absent))}"
             )
-        self.files.sync_folder(self.folder)
         if not self._is_writer:
+            # The writer rank does it before the rename.
+            self.files.sync_folder(self.folder)
             path = self.folder / f"{rank_stem(self._rank)}.files.json"
             # Renamed once it is on the disk: the writer rank may commit as soon as it reads a list, and this rank has
             # failed if its list cannot be synced (a network file system reports a full disk only then).

@@ -387,8 +387,8 @@ class Store:
             if path.name.startswith("replaced-"):
                 target = path.with_name(path.name.removeprefix("replaced-"))
                 if not target.exists():
+                    # Durable with the next commit; until then both names are looked for.
                     self.files.rename(path, target)
-                    self.files.sync_folder(self.root)
 
     def _remove_leftovers(self) -> None:
         """Remove files that interrupted saves and removals left, on the writer rank; errors are ignored."""
