@@ -202,6 +202,9 @@ def test_a_save_that_fails_is_told_when_it_is_waited_for(
         if path.name == "tmp-model.safetensors":
             raise OSError(5, "the disk is gone")
 
+    def no_room(self: Store, needed: int) -> None:
+        raise OSError(28, "no room")
+
     with monkeypatch.context() as patch:
         patch.setattr(Files, "before", before_each)
         accelerator.save_state(folder, background=True)
@@ -209,6 +212,11 @@ def test_a_save_that_fails_is_told_when_it_is_waited_for(
             accelerator.wait_for_everyone()
     accelerator.wait_for_everyone()
     assert same(loaded(folder), before), "what was there stands"
+    for background in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "_prepare", no_room)
+            with pytest.raises(OSError, match="no room"):
+                accelerator.save_state(folder, background=background)
     accelerator.save_state(folder, background=True)
     accelerator.wait_for_everyone()
     assert same(loaded(folder), weights(model))
@@ -255,8 +263,14 @@ def test_numbered_saves_in_the_background(tmp_path: Path) -> None:
 def test_a_script_that_ends_at_once_still_has_its_checkpoint(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch\n"
+        "import threading, torch\n"
         "from windlass import Accelerator\n"
+        "from windlass.checkpoint.background import BackgroundCall\n"
+        "from windlass.checkpoint.files import Files\n"
+        # Nothing is written before it is waited for.
+        "waited, main, wait = threading.Event(), threading.main_thread(), BackgroundCall.wait\n"
+        "Files.before = lambda *_: threading.current_thread() is main or waited.wait(60)\n"
+        "BackgroundCall.wait = lambda call: (waited.set(), wait(call))\n"
         "accelerator = Accelerator(cpu=True)\n"
         "accelerator.prepare(torch.nn.Linear(300, 300))\n"
         f"accelerator.save_state({str(tmp_path / 'state')!r}, background=True)\n"

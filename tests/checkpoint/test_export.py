@@ -75,6 +75,8 @@ def test_an_export_that_is_cut_off_leaves_a_whole_result_for_the_next(tmp_path: 
         aside = target.with_name("tmp-removed-result")
         standing = target if target.exists() else aside
         assert value_of(standing / "model.safetensors") in (1, 2)
+        with pytest.raises(CheckpointError, match="is there already"):
+            export_folder(second, target, ExportOptions())
         export_folder(second, target, ExportOptions(force=True))
         assert value_of(target / "model.safetensors") == 2
         assert [path.name for path in target.parent.iterdir()] == ["result"]
@@ -99,8 +101,12 @@ def test_the_working_directory_is_not_replaced(
 
 
 def test_folders_beside_the_weights_are_not_companions(tmp_path: Path) -> None:
-    export_folder(source(tmp_path, 1), tmp_path / "out", ExportOptions())
+    export_folder(source(tmp_path, 1), tmp_path / "out", ExportOptions(), files := CountingFiles())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
+    flush = f"fsync_folder {tmp_path.name}"
+    assert files.operations[-3:] == ["fsync_folder tmp-out", "rename tmp-out", flush]
+    export_file(source(tmp_path, 1), tmp_path / "file", ExportOptions(), files)
+    assert files.operations[-2:] == ["rename tmp-file", flush]
 
 
 def test_a_configuration_may_hold_infinities(tmp_path: Path) -> None:
@@ -116,8 +122,9 @@ def test_a_configuration_may_hold_infinities(tmp_path: Path) -> None:
 def test_a_file_and_a_folder_are_not_taken_for_each_other(tmp_path: Path) -> None:
     here = source(tmp_path, 1)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not a folder that an export wrote"):
-        export_folder(here, tmp_path / "file", ExportOptions(force=True))
+    for other in ("file", "run-1/checkpoint-1"):
+        with pytest.raises(CheckpointError, match="is not a folder that an export wrote"):
+            export_folder(here, tmp_path / other, ExportOptions(force=True))
     with pytest.raises(CheckpointError, match="is a folder; name a file"):
         export_file(here, tmp_path / "run-1", ExportOptions(force=True))
     assert (tmp_path / "file").read_text() == "mine"

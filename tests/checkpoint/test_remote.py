@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from tests.checkpoint.faults import state_of
+from tests.checkpoint.faults import CountingFiles, state_of
 
 from windlass.checkpoint import history
 from windlass.checkpoint.content import Content
@@ -78,6 +78,27 @@ def test_a_serial_follows_those_of_the_remote_folder(tmp_path: Path, url: str) -
     for machine, step in (("a", 3), ("b", 1)):
         save(tmp_path / machine, url, step, limit=None)
     assert newest(tmp_path / "c", url).step == 1
+
+
+def test_what_is_fetched_is_durable_under_its_name(tmp_path: Path, url: str) -> None:
+    save(tmp_path / "a", url, 3)
+    store = MirroredStore(Mirror(tmp_path / "b", Faulty(url)), files=(files := CountingFiles()))
+    CheckpointManager(store).choose(True)
+    assert files.operations[-3:] == [
+        "fsync_folder tmp-checkpoint-3",
+        "rename tmp-checkpoint-3",
+        "fsync_folder b",
+    ]
+
+
+def test_an_upload_of_which_a_part_arrives_has_failed(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    system = (remote := Faulty(url))._system
+    monkeypatch.setattr(system, "put_file", lambda source, target: system.pipe_file(target, b"123"))
+    with pytest.raises(OSError, match="3 of 5 bytes arrived"):
+        remote.put(tmp_path / "a", "a")
 
 
 def count(work: Callable[[], object]) -> int:

@@ -9,9 +9,11 @@ import safetensors
 import safetensors.torch
 import torch
 
+from windlass.checkpoint import tensor_file
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import DTYPES, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import Part
 
 
 def example() -> dict[str, torch.Tensor]:
@@ -43,6 +45,14 @@ def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
         for name, tensor in tensors.items():
             assert (file.shape(name), file.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
             assert torch.equal(file.read(name).to(torch.float64), tensor.to(torch.float64))
+
+
+def test_columns_are_read_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "_AT_ONCE", 2 * 4 * 4)  # two rows, so that one is left
+    tensor = torch.rand(6, 4)
+    write_tensors(tmp_path / "x.safetensors", {"a": tensor}, files=Files())
+    with open_tensors(tmp_path / "x.safetensors", Files()) as file:
+        assert torch.equal(file.read("a", Part((1, 1), (5, 2))), tensor[1:, 1:3])
 
 
 def test_the_same_tensors_give_the_same_bytes_as_the_package(tmp_path: Path) -> None:
