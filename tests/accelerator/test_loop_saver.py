@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from windlass import Accelerator, LossTerms
 from windlass.checkpoint.codec import load_state
+from windlass.checkpoint.store import Store
 from windlass.config.loop_options import DataLoaderConfiguration, ProjectConfiguration
 from windlass.core import logs
 from windlass.core.errors import CheckpointError, ConfigError
@@ -105,6 +106,23 @@ def test_folders_are_numbered_and_the_oldest_go(tmp_path: Path) -> None:
     (folders[2] / "model.safetensors").write_bytes(b"torn")
     loop.accelerator.load_state()  # the newest that is whole
     assert loop.accelerator.save_iteration == 2
+
+
+def no_room(store: Store, needed: int) -> None:
+    raise OSError(28, "no room")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_without_room_is_an_error_of_the_system_and_takes_no_number(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_prepare", no_room)
+        with pytest.raises(OSError, match="no room"):
+            accelerator.save_state(background=background)
+    assert Path(accelerator.save_state()).name == "checkpoint_0"
 
 
 def test_a_save_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:

@@ -10,6 +10,20 @@ from windlass import Accelerator
 from windlass.core.errors import ModelError
 
 
+def test_a_wrapped_optimizer_is_stepped_through_its_wrapper_until_it_is_free() -> None:
+    accelerator, layer = Accelerator(cpu=True), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer, prepared = accelerator.prepare(layer, optimizer)
+    accelerator.backward(layer(torch.ones(1, 2)).sum())
+    assert prepared.step(lambda: 3.0) == 3.0, "the result of the closure"
+    with pytest.raises(ModelError, match="stepped directly"):
+        optimizer.step()
+    accelerator.gradient_state.begin(object())  # a pass that was left
+    accelerator.free_memory()
+    assert not accelerator.gradient_state.in_dataloader
+    optimizer.step()
+
+
 def test_states_whose_parameters_an_engine_took_are_not_numbered() -> None:
     """DeepSpeed's third stage empties the groups: torch's own `state_dict` ends in a KeyError then."""
     layer = nn.Linear(2, 1)

@@ -30,6 +30,9 @@ def test_files_keep_to_the_limit_and_the_index_has_the_ties(tmp_path: Path) -> N
     assert len(written) == 4, "96 bytes, 8 and 64 bytes, 16 bytes, and the index"
     load_folder(tmp_path, untied)
     assert torch.equal(untied.head.weight, tied.head.weight)
+    with pytest.raises(CheckpointError, match="only plain dense tensors can be saved"):
+        save_split(tmp_path, {"a": torch.ones(30), "b": torch.eye(2).to_sparse()}, limit=80)
+    assert {path.name for path in tmp_path.iterdir()} == set(written), "it is found before a file is written"
 
 
 @pytest.mark.parametrize("fault", [vanish, failing()])

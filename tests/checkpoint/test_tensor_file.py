@@ -11,7 +11,7 @@ import torch
 
 from windlass.checkpoint import tensor_file
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.tensor_file import DTYPES, open_tensors, write_tensors
+from windlass.checkpoint.tensor_file import DTYPES, open_tensors, read_run, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import Part
 
@@ -53,6 +53,7 @@ def test_columns_are_read_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytes
     write_tensors(tmp_path / "x.safetensors", {"a": tensor}, files=Files())
     with open_tensors(tmp_path / "x.safetensors", Files()) as file:
         assert torch.equal(file.read("a", Part((1, 1), (5, 2))), tensor[1:, 1:3])
+        assert torch.equal(read_run(file, "a", 3, 7), tensor.flatten()[3:10])
 
 
 def test_the_same_tensors_give_the_same_bytes_as_the_package(tmp_path: Path) -> None:
@@ -60,6 +61,7 @@ def test_the_same_tensors_give_the_same_bytes_as_the_package(tmp_path: Path) -> 
     write_tensors(tmp_path / "x.safetensors", tensors, files=Files())
     data = (tmp_path / "x.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert int.from_bytes(data[:8], "little") % 8 == 0, "readers map the data into memory"
     theirs = safetensors.torch.save(tensors)
     assert json.loads(theirs[8 : 8 + int.from_bytes(theirs[:8], "little")]) == header
     assert data[-(3 * 4 + 2 + 4 * 4) :] == theirs[-(3 * 4 + 2 + 4 * 4) :]

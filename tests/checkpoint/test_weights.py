@@ -86,6 +86,7 @@ def test_parts_of_ranks_keep_ties_and_views(tmp_path: Path) -> None:
         model, other = build(), build()
         pointers = {name: value.data_ptr() for name, value in other.state_dict().items()}
         write_parts(folder, "model", model.state_dict(keep_vars=True), World())
+        assert '"version": 1' in (folder / "model.parts.json").read_text(), "earlier releases read it"
         load_parts(folder, other)
         assert_equal(model, other)
         assert {name: value.data_ptr() for name, value in other.state_dict().items()} == pointers
