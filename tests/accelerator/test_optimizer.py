@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from windlass import Accelerator
+from windlass import Accelerator, GradScalerKwargs
 from windlass.core.errors import ModelError
 
 
@@ -22,6 +24,18 @@ def test_a_wrapped_optimizer_is_stepped_through_its_wrapper_until_it_is_free() -
     accelerator.free_memory()
     assert not accelerator.gradient_state.in_dataloader
     optimizer.step()
+
+
+def test_gradients_are_clipped_without_the_loss_scale_and_on_both_sides() -> None:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]
+    )
+    layer: Any = nn.Linear(2, 1, bias=False)
+    layer, _ = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    accelerator.backward(layer(torch.tensor([[3.0, -4.0]])).sum())
+    accelerator.clip_grad_value_(layer.parameters(), 3.5)
+    assert layer.weight.grad.tolist() == [[3.0, -3.5]]
+    assert accelerator.clip_grad_norm_(layer.parameters(), 100.0).item() == pytest.approx(21.25**0.5)
 
 
 def test_states_whose_parameters_an_engine_took_are_not_numbered() -> None:
