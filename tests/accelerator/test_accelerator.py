@@ -83,6 +83,9 @@ def test_gather_alone_is_the_tensor_itself(shape: tuple[int, ...], accelerator: 
     tensor = torch.randn(shape)
     assert torch.equal(accelerator.gather(tensor), tensor)
     assert torch.equal(accelerator.gather_for_metrics(tensor), accelerator.gather(tensor))
+    for _ in accelerator.prepare(DataLoader(range(5), batch_size=2)):  # type: ignore[arg-type]
+        # Not a row for each sample: it is the script's.
+        assert torch.equal(accelerator.gather_for_metrics(torch.arange(3)), torch.arange(3))
 
 
 def test_backward_belongs_to_a_run() -> None:

@@ -17,10 +17,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator, LossTerms
+from windlass.accelerator.saved_parts import described_ranks, same_ranks
 from windlass.checkpoint.codec import load_state
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.store import Store
 from windlass.config.loop_options import DataLoaderConfiguration, ProjectConfiguration
 from windlass.core import logs
 from windlass.core.errors import CheckpointError, ConfigError
+from windlass.dist.gang import Gang
 from windlass.utils import other
 
 
@@ -105,6 +109,23 @@ def test_folders_are_numbered_and_the_oldest_go(tmp_path: Path) -> None:
     (folders[2] / "model.safetensors").write_bytes(b"torn")
     loop.accelerator.load_state()  # the newest that is whole
     assert loop.accelerator.save_iteration == 2
+
+
+def no_room(store: Store, needed: int) -> None:
+    raise OSError(28, "no room")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_without_room_is_an_error_of_the_system_and_takes_no_number(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_prepare", no_room)
+        with pytest.raises(OSError, match="no room"):
+            accelerator.save_state(background=background)
+    assert Path(accelerator.save_state()).name == "checkpoint_0"
 
 
 def test_a_save_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:
@@ -207,6 +228,12 @@ def test_another_set_of_objects_is_refused(tmp_path: Path) -> None:
     other.accelerator.prepare(tiny())
     with pytest.raises(CheckpointError, match="holds 1 models and 2 here"):
         other.accelerator.load_state(folder)
+    lacking = Loop()
+    lacking.accelerator.prepare(DataLoader([1, 2]))  # type: ignore[arg-type]
+    before = weights(lacking)
+    with pytest.raises(CheckpointError, match="positions of 1 loaders, and 2 are prepared"):
+        lacking.accelerator.load_state(folder)
+    assert same(weights(lacking), before), "nothing was loaded"
     with pytest.raises(CheckpointError, match="there is no such folder"):
         other.accelerator.load_state(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="input_dir"):
@@ -215,6 +242,35 @@ def test_another_set_of_objects_is_refused(tmp_path: Path) -> None:
         other.accelerator.load_state(folder, strict=False)
     with pytest.raises(ConfigError, match="state_dict and load_state_dict"):
         other.accelerator.register_for_checkpointing(3)
+
+
+class Drawing:
+    """Draws random numbers when it is restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.rand(3)
+
+
+def test_generators_are_restored_after_all_that_may_draw(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(Drawing())
+    folder = accelerator.save_state(tmp_path / "state")
+    drawn = torch.rand(2)
+    accelerator.load_state(folder)
+    assert torch.equal(torch.rand(2), drawn)
+
+
+def test_other_work_of_as_many_ranks_is_not_the_same(tmp_path: Path) -> None:
+    """Two ranks with samples of their own, and two that compute the same ones together."""
+    store, alone = Store(tmp_path), Gang()
+    for step, (together, same) in enumerate((({}, True), ({"tensor": [2]}, False))):
+        meta = described_ranks(alone)
+        store.write(step, {key: {**value, **together} for key, value in meta.items()}, lambda staged: None)
+        checkpoint = CheckpointManager(store).load(store.path_for(step))
+        assert same_ranks(checkpoint, alone) is same
 
 
 def test_hooks_may_save_models_themselves(tmp_path: Path) -> None:

@@ -73,6 +73,31 @@ def test_a_schedule_may_be_prepared_before_its_optimizer(unit: str) -> None:
     assert rates(accelerator, model, optimizer, schedule) == alone(halving)
 
 
+def test_a_schedule_of_a_prepared_optimizer_counts_from_where_it_is() -> None:
+    accelerator, model = Accelerator(cpu=True, scheduler_unit="optimizer_step"), nn.Linear(2, 1)
+    model, optimizer, other = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0),
+    )
+    schedule: Any = None
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        if schedule is None:
+            schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        else:
+            schedule.step()
+    assert schedule.optimizers == [optimizer] != [other]
+    assert schedule.get_last_lr() == [0.5]
+    for loads in (True, False):
+        optimizer.step()
+        if loads:
+            schedule.load_state_dict(schedule.state_dict())
+    schedule.step()
+    assert schedule.get_last_lr() == [0.25], "of the updates after it was loaded"
+
+
 def test_a_schedule_of_a_metric_accumulates() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
     model = nn.Linear(2, 1)

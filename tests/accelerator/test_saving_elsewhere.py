@@ -255,8 +255,14 @@ def test_numbered_saves_in_the_background(tmp_path: Path) -> None:
 def test_a_script_that_ends_at_once_still_has_its_checkpoint(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch\n"
+        "import threading, torch\n"
         "from windlass import Accelerator\n"
+        "from windlass.checkpoint.background import BackgroundCall\n"
+        "from windlass.checkpoint.files import Files\n"
+        # Nothing is written before it is waited for.
+        "waited, main, wait = threading.Event(), threading.main_thread(), BackgroundCall.wait\n"
+        "Files.before = lambda *_: threading.current_thread() is main or waited.wait(60)\n"
+        "BackgroundCall.wait = lambda call: (waited.set(), wait(call))\n"
         "accelerator = Accelerator(cpu=True)\n"
         "accelerator.prepare(torch.nn.Linear(300, 300))\n"
         f"accelerator.save_state({str(tmp_path / 'state')!r}, background=True)\n"

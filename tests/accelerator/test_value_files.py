@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,6 +20,12 @@ from windlass import Accelerator
 from windlass.accelerator.value_files import load_values, save_values
 from windlass.core.errors import CheckpointError
 from windlass.utils import load, save
+
+
+def test_a_file_of_tensors_names_the_format_that_transformers_asks_for(tmp_path: Path) -> None:
+    save_values(tmp_path / "a.safetensors", {"a": torch.ones(1)})
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_a_script_reads_what_it_saved_with_torch_load(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from windlass.checkpoint.run_lock import RunLock
 
 
 def main() -> None:
-    RunLock(Path(sys.argv[1])).acquire()
+    lock = RunLock(Path(sys.argv[1]))  # which is free once its object is gone
+    lock.acquire()
     if "fork" in sys.argv and os.fork() == 0:
         time.sleep(60)
         os._exit(0)

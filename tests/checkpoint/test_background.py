@@ -56,8 +56,14 @@ def until_it_ends(saver: BackgroundSaver) -> Outcome:
 
 
 def test_it_stands_when_it_is_said_to_and_not_before(tmp_path: Path) -> None:
-    saver, release = saver_of(tmp_path), threading.Event()
-    assert begin(saver, 4, arrived=lambda: bool(release.wait(60)))
+    saver, release, copied = saver_of(tmp_path), threading.Event(), content(4)
+    layer = copied.weights["model.safetensors"]["layer.weight"].zero_()
+
+    def arrived() -> None:
+        release.wait(60)
+        layer.fill_(4)
+
+    assert saver.begin(4, copied, arrived, meta={"best_metric": 4.0}, protected=[])
     for _ in range(3):
         assert saver.agreed(saver.counters()) is None
     assert saver.busy
@@ -267,6 +273,24 @@ def test_ranks_that_all_leave_with_an_error_leave_a_checkpoint_behind(
 
     ranks.run(body)
     assert newest(fast_disk) == (1 if victim is None else None)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_writer_rank_waits_for_the_files_of_others(leaves: bool, tmp_path: Path) -> None:
+    ranks, release = Ranks(2), threading.Event()
+
+    def body(rank: int) -> Outcome | None:
+        saver = BackgroundSaver(CheckpointManager(ranks.store(rank, tmp_path)))
+        begin(saver, 1, arrived=lambda: bool(release.wait(60)) if rank else None)
+        if not leaves:
+            saver.commit_when_seen()
+        if rank == 0:
+            saver.wait()
+            threading.Timer(0.15, release.set).start()
+        return saver.leave() if leaves else saver.finish()
+
+    assert ranks.run(body) == [None if leaves else Outcome(1, tmp_path / "checkpoint-1")] * 2
+    assert newest(tmp_path) == 1
 
 
 def test_the_keeper_commits_when_it_sees_that_all_have_written(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.checkpoint.faults import CountingFiles, failing, save, vanish
 from tests.checkpoint.test_faults import in_child
 
 from windlass.checkpoint.export import ExportOptions, export_file, export_folder
 from windlass.checkpoint.stored import Folder, open_folder
+from windlass.checkpoint.weights import ALIASES_KEY, save_weights
 from windlass.core.errors import CheckpointError
 
 WEIGHT = "layer.weight"
@@ -75,6 +77,8 @@ def test_an_export_that_is_cut_off_leaves_a_whole_result_for_the_next(tmp_path: 
         aside = target.with_name("tmp-removed-result")
         standing = target if target.exists() else aside
         assert value_of(standing / "model.safetensors") in (1, 2)
+        with pytest.raises(CheckpointError, match="is there already"):
+            export_folder(second, target, ExportOptions())
         export_folder(second, target, ExportOptions(force=True))
         assert value_of(target / "model.safetensors") == 2
         assert [path.name for path in target.parent.iterdir()] == ["result"]
@@ -99,8 +103,28 @@ def test_the_working_directory_is_not_replaced(
 
 
 def test_folders_beside_the_weights_are_not_companions(tmp_path: Path) -> None:
-    export_folder(source(tmp_path, 1), tmp_path / "out", ExportOptions())
+    export_folder(source(tmp_path, 1), tmp_path / "out", ExportOptions(), files := CountingFiles())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
+    flush = f"fsync_folder {tmp_path.name}"
+    assert files.operations[-3:] == ["fsync_folder tmp-out", "rename tmp-out", flush]
+    export_file(source(tmp_path, 1), tmp_path / "file", ExportOptions(), files)
+    assert files.operations[-2:] == ["rename tmp-file", flush]
+
+
+def test_counters_keep_their_dtype_and_names_their_ties(tmp_path: Path) -> None:
+    state = {"state/w/step": torch.tensor(3.0), "state/w/exp_avg": torch.ones(2)}
+    save_file(state, tmp_path / "optimizer.safetensors")
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
+    save_weights(tmp_path, {"a": (tied := torch.ones(2)), "b": tied})
+    here, out, options = open_folder(tmp_path), tmp_path / "out", ExportOptions("optimizer", torch.bfloat16)
+    export_file(here, tmp_path / "moments", options)
+    dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "moments").items()}
+    assert dtypes == {"w/step": torch.float32, "w/exp_avg": torch.bfloat16}
+    export_file(here, tmp_path / "weights", ExportOptions())
+    with safe_open(tmp_path / "weights", "pt") as file:
+        assert file.metadata()[ALIASES_KEY] == '{"b": "a"}'
+    export_folder(here, out, ExportOptions(dtype=torch.bfloat16))
+    assert json.loads((out / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
 
 
 def test_a_configuration_may_hold_infinities(tmp_path: Path) -> None:
@@ -116,8 +140,9 @@ def test_a_configuration_may_hold_infinities(tmp_path: Path) -> None:
 def test_a_file_and_a_folder_are_not_taken_for_each_other(tmp_path: Path) -> None:
     here = source(tmp_path, 1)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not a folder that an export wrote"):
-        export_folder(here, tmp_path / "file", ExportOptions(force=True))
+    for other in ("file", "run-1/checkpoint-1"):
+        with pytest.raises(CheckpointError, match="is not a folder that an export wrote"):
+            export_folder(here, tmp_path / other, ExportOptions(force=True))
     with pytest.raises(CheckpointError, match="is a folder; name a file"):
         export_file(here, tmp_path / "run-1", ExportOptions(force=True))
     assert (tmp_path / "file").read_text() == "mine"

@@ -67,6 +67,19 @@ def test_a_full_disk_costs_the_checkpoint_and_is_said_loudly(
     assert newest(tmp_path) == 2
 
 
+def test_a_failure_is_said_by_the_rank_that_failed_and_by_the_first(tmp_path: Path, said: list[str]) -> None:
+    ranks = Ranks(3)
+
+    def body(rank: int) -> Path | None:
+        files = CountingFiles(1, failing()) if rank == 2 else Files()
+        return CheckpointManager(ranks.store(rank, tmp_path, files)).save(1, Content(), meta={})
+
+    assert ranks.run(body) == [None] * 3
+    assert sorted(line.partition(":")[0] for line in said) == [
+        f"CHECKPOINT 1 WAS NOT SAVED on rank {rank}" for rank in (0, 2)
+    ]
+
+
 def test_a_full_disk_met_by_a_library_in_rust_is_one_too(tmp_path: Path, said: list[str]) -> None:
     def write_model(folder: Path) -> None:
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from tests.checkpoint.faults import state_of
 
+from windlass.checkpoint.background import BackgroundSaver
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.manifest import CheckpointInfo
@@ -141,6 +143,21 @@ def test_the_newest_that_is_on_all_disks_stays_until_another_is(tmp_path: Path) 
             if gang.rank == 0:
                 now.commit(staged)
                 assert listed(now) == [2, step]
+
+    assert on_ranks(machines(2, 1), save) == [None, None]
+
+
+def test_a_run_that_ends_in_an_error_commits_on_none_of_several_disks(tmp_path: Path) -> None:
+    """The first machine cannot see whether the second has written its part."""
+
+    def save(gang: Gang) -> None:
+        disks = Disks(gang.rank, 2, (gang.rank,))
+        saver = BackgroundSaver(
+            CheckpointManager(Store(tmp_path / str(gang.rank), all_ranks=gang, disks=disks))
+        )
+        saver.begin(1, Content(), lambda: None, meta={}, protected=[])
+        saver.leave()
+        assert saver.manager.store.list() == []
 
     assert on_ranks(machines(2, 1), save) == [None, None]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from tests.checkpoint.faults import state_of
+from tests.checkpoint.faults import CountingFiles, state_of
 
 from windlass.checkpoint import history
 from windlass.checkpoint.content import Content
@@ -70,6 +70,10 @@ def test_round_trip_in_memory(tmp_path: Path) -> None:
     assert checkpoint.shared("optimizer")["step"] == 3
     assert checkpoint.per_rank("rng", 0)["step"] == 3
     assert (tmp_path / "b" / "metrics.jsonl").read_text() == "3\n"
+    Faulty.arm()
+    save(tmp_path / "b", url, 4)
+    removals = [operation for operation in Faulty.operations if operation.startswith("remove")]
+    assert removals == ["remove checkpoint-3/manifest.json", "remove checkpoint-3"]
     fsspec.filesystem("memory").rm(f"/bucket-{tmp_path.name}", recursive=True)
 
 
@@ -78,6 +82,41 @@ def test_a_serial_follows_those_of_the_remote_folder(tmp_path: Path, url: str) -
     for machine, step in (("a", 3), ("b", 1)):
         save(tmp_path / machine, url, step, limit=None)
     assert newest(tmp_path / "c", url).step == 1
+
+
+def test_an_error_of_a_service_does_not_show_credentials(url: str) -> None:
+    class Talkative(RemoteFolder):
+        def before(self, operation: str, name: str) -> None:
+            raise ConnectionError("no answer of https://me:secret@host/run")
+
+    with pytest.raises(OSError, match="no answer of") as caught:
+        Talkative(url).names()
+    assert "secret" not in str(caught.value)
+    assert caught.value.__cause__ is None, "a traceback would show it"
+
+
+def test_what_is_fetched_is_durable_under_its_name(tmp_path: Path, url: str) -> None:
+    save(tmp_path / "a", url, 3)
+    (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)  # another program's
+    store = MirroredStore(Mirror(tmp_path / "b", Faulty(url)), files=(files := CountingFiles()))
+    CheckpointManager(store).choose(True)
+    assert files.operations[-4:] == [
+        "fsync_folder tmp-checkpoint-3",
+        "rename checkpoint-3",
+        "rename tmp-checkpoint-3",
+        "fsync_folder b",
+    ]
+    assert (tmp_path / "b" / "checkpoint-3.aside").exists()
+
+
+def test_an_upload_of_which_a_part_arrives_has_failed(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    system = (remote := Faulty(url))._system
+    monkeypatch.setattr(system, "put_file", lambda source, target: system.pipe_file(target, b"123"))
+    with pytest.raises(OSError, match="3 of 5 bytes arrived"):
+        remote.put(tmp_path / "a", "a")
 
 
 def count(work: Callable[[], object]) -> int:
@@ -147,6 +186,7 @@ def test_damage_there_is_found_here(tmp_path: Path, url: str, caplog: pytest.Log
     path.write_bytes(content)
     assert newest(tmp_path / "b", url).step == 1
     assert "checkpoint-2/optimizer.safetensors is damaged" in caplog.text
+    assert not (tmp_path / "b" / "checkpoint-2").exists(), "a whole one of that name would be gone"
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"checkpoint-2/optimizer.safetensors is damaged"):
         store_at(tmp_path / "c", url).verify(tmp_path / "c" / "checkpoint-2")

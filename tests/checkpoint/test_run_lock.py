@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.checkpoint.faults import failing
 
 from windlass.checkpoint import run_lock
 from windlass.checkpoint.run_lock import LOCK_NAME, FolderInUse, RunLock
@@ -112,6 +114,10 @@ def test_a_run_of_another_machine_is_judged_by_its_counter(
 ) -> None:
     monkeypatch.setattr(run_lock, "PATIENCE", 30.0)
     write_record(tmp_path, ELSEWHERE)
+    with (tmp_path / LOCK_NAME).open() as held:
+        assert run_lock.is_held(tmp_path) is None
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run_lock.is_held(tmp_path)  # the file system tells
     beats, stop = iter(range(1, 10**9)), threading.Event()
 
     def beat() -> None:
@@ -204,6 +210,22 @@ def test_a_run_that_lost_its_lock_finds_out(tmp_path: Path) -> None:
     lock.release()
     assert (folder / LOCK_NAME).exists()  # the other's
     other.release()
+    lock.acquire()
+    (folder / LOCK_NAME).unlink()
+    other.acquire()
+    record = (folder / LOCK_NAME).read_bytes()
+    lock.beat()
+    lock.release()
+    assert (folder / LOCK_NAME).read_bytes() == record
+    other.release()
+
+
+def test_a_lock_that_cannot_be_written_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(run_lock, "_record", lambda token: failing()())
+        with pytest.raises(OSError, match="No space"):
+            RunLock(tmp_path).acquire()
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_an_interrupt_left_of_this_process_does_not_block_it(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.checkpoint.faults import CountingFiles, failing, vanish
 from tests.checkpoint.test_faults import in_child
+from tests.checkpoint.test_weights import Tied
 from torch import nn
 
 from windlass.checkpoint.split import SPLIT_INDEX_NAME, save_split
@@ -20,6 +21,18 @@ def model_of(value: float) -> nn.Module:
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
     return model
+
+
+def test_files_keep_to_the_limit_and_the_index_has_the_ties(tmp_path: Path) -> None:
+    tied, untied = Tied(), Tied(tie=False)
+    untied.register_buffer("mirror", torch.zeros(6, 4))
+    written = save_split(tmp_path, tied.state_dict(), limit=80)
+    assert len(written) == 4, "96 bytes, 8 and 64 bytes, 16 bytes, and the index"
+    load_folder(tmp_path, untied)
+    assert torch.equal(untied.head.weight, tied.head.weight)
+    with pytest.raises(CheckpointError, match="only plain dense tensors can be saved"):
+        save_split(tmp_path, {"a": torch.ones(30), "b": torch.eye(2).to_sparse()}, limit=80)
+    assert {path.name for path in tmp_path.iterdir()} == set(written), "it is found before a file is written"
 
 
 @pytest.mark.parametrize("fault", [vanish, failing()])

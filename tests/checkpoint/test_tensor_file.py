@@ -9,9 +9,11 @@ import safetensors
 import safetensors.torch
 import torch
 
+from windlass.checkpoint import tensor_file
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.tensor_file import DTYPES, open_tensors, write_tensors
+from windlass.checkpoint.tensor_file import DTYPES, open_tensors, read_run, write_tensors
 from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import Part
 
 
 def example() -> dict[str, torch.Tensor]:
@@ -45,6 +47,15 @@ def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
             assert torch.equal(file.read(name).to(torch.float64), tensor.to(torch.float64))
 
 
+def test_columns_are_read_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "_AT_ONCE", 2 * 4 * 4)  # two rows, so that one is left
+    tensor = torch.rand(6, 4)
+    write_tensors(tmp_path / "x.safetensors", {"a": tensor}, files=Files())
+    with open_tensors(tmp_path / "x.safetensors", Files()) as file:
+        assert torch.equal(file.read("a", Part((1, 1), (5, 2))), tensor[1:, 1:3])
+        assert torch.equal(read_run(file, "a", 3, 7), tensor.flatten()[3:10])
+
+
 def test_the_same_tensors_give_the_same_bytes_as_the_package(tmp_path: Path) -> None:
     tensors = {"b": torch.rand(3), "a": torch.ones(2, dtype=torch.int8), "c": torch.rand(2, 2)}
     write_tensors(tmp_path / "x.safetensors", tensors, files=Files())
@@ -53,6 +64,13 @@ def test_the_same_tensors_give_the_same_bytes_as_the_package(tmp_path: Path) -> 
     theirs = safetensors.torch.save(tensors)
     assert json.loads(theirs[8 : 8 + int.from_bytes(theirs[:8], "little")]) == header
     assert data[-(3 * 4 + 2 + 4 * 4) :] == theirs[-(3 * 4 + 2 + 4 * 4) :]
+
+
+def test_the_data_begins_where_readers_can_map_it_into_memory(tmp_path: Path) -> None:
+    for length in range(1, 5):
+        path = tmp_path / str(length)
+        write_tensors(path, {"x" * length: torch.ones(1)}, files=Files())
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
 def file_of(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,19 @@ def test_workers_give_the_same_bits(kind: type[Numbers], options: dict[str, Any]
         for one, other in zip(here.groups(), there.groups(), strict=True):
             assert one.ids == other.ids
             assert all(torch.equal(a["x"], b["x"]) for a, b in zip(one.batches, other.batches, strict=True))
+
+
+def test_a_step_that_draws_from_python_gets_the_same_numbers_from_any_number_of_workers() -> None:
+    drawn = []
+    for workers in (0, 1):
+        random.seed(3)
+        loader = train_loader(Numbers(16), 2, 2, workers=workers)
+        groups = loader.groups()
+        position = next(groups).position
+        between = [random.random() for _ in groups]
+        loader.load_state_dict(position)
+        drawn.append(between + [random.random() for _ in loader.groups()])
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("kind", [Augmented, SometimesAugmented])

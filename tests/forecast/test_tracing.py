@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.finetuning import small
-from tests.forecast.models import BATCH, LENGTH, llama, mixture, trainer
+from tests.forecast.models import BATCH, LENGTH, VOCABULARY, llama, mixture, trainer
 from tests.zero.needed import needs_deepspeed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
@@ -55,6 +55,7 @@ def test_of_an_adapter_on_packed_rows_no_base_is_saved(tmp_path: Path) -> None:
             gradient_checkpointing=False,
         )  # fmt: skip
         base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        assert base.name_or_path == base.config.name_or_path == str(tmp_path / "base")
         adapter = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
         rows = [{"text": "a b c d e f"}] * 8
         tuner = SFTTrainer(
@@ -303,6 +304,32 @@ def test_micro_batches_in_the_middle_are_counted(tmp_path: Path) -> None:
 def test_a_script_without_a_run_is_an_error() -> None:
     with pytest.raises(ModelError, match="without a call of"):
         trace_of(lambda: None)
+    with pytest.raises(RuntimeError) as caught:
+        trace_of(lambda: llama(1).lm_head.weight.sum().item())
+    assert "trains in a loop of its own, cannot be planned" in caught.value.__notes__[-1]
+
+
+def test_a_loss_of_a_script_is_traced(tmp_path: Path) -> None:
+    """It reads the count and multiplies by the number of processes. Its batches are views."""
+
+    class Own(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            return loss / num_items_in_batch * self.accelerator.num_processes
+
+    def collate(rows: Any) -> dict[str, torch.Tensor]:
+        ids = torch.cat([row["input_ids"] for row in rows]).view(BATCH, LENGTH)
+        return {"input_ids": ids, "labels": ids}
+
+    def start() -> None:
+        base = trainer(tmp_path, layers=1, gradient_accumulation_steps=2)
+        Own(base.model, base.args, train_dataset=base.train_dataset, data_collator=collate).train()
+
+    assert at_most(trace_of(start, 2), "logits") >= 4 * BATCH * LENGTH * VOCABULARY
 
 
 def test_what_the_run_refuses_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
-from windlass.checkpoint.manifest import MANIFEST_NAME
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split
 from windlass.checkpoint.stored import Folder, StoredTensors, find_weights, open_optimizer, open_weights
 from windlass.checkpoint.tensor_file import Shaped, stream_tensors
@@ -162,7 +161,7 @@ def _check_place(target: Path, options: ExportOptions) -> None:
 
 def _is_result(target: Path) -> bool:
     """Return True if a folder has only files that an export may write."""
-    if not target.is_dir() or target.is_symlink() or (target / MANIFEST_NAME).exists():
+    if not target.is_dir() or target.is_symlink():
         return False
     weights = (WEIGHTS_NAME, ADAPTER_WEIGHTS, SPLIT_INDEX_NAME)
     entries = list(target.iterdir())

@@ -153,7 +153,7 @@ def reason(found: dict[str, FirstDifference], same_rows: bool, sees_rows: bool =
     if not sees_rows:
         return (
             f"{at} the {word} differs by a factor of {_factor(first)}; the rows are not known, since the script calls "
-            "parts of its model: they may differ, as sampled ones do"
+            "parts of its model, or trains it in evaluation mode: they may differ, as sampled ones do"
         )
     before = "rows and weights are the same" if name == "loss" else "rows, weights and loss are the same"
     return (
@@ -286,7 +286,7 @@ def _rows(
     if any(counts):
         yield "rows", str(counts[0]), str(counts[1]), _apart(found.get("rows"))
     else:
-        yield "rows", "-", "-", "not seen: parts of the model are called"
+        yield "rows", "-", "-", "not seen: parts of the model are called, or it is in evaluation mode"
     for name, key in (("learning rate", "rates"), ("loss", "loss"), ("gradient norm", "norm")):
         last = [
             _number(update[key][0] if key == "rates" and update[key] else update[key]) for update in pairs[-1]

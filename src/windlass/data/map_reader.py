@@ -12,8 +12,7 @@ from windlass.data.source import Source
 class MapReader:
     """Reads this rank's part of each row, in this process or in workers.
 
-    Reading leaves NumPy's and PyTorch's generators unchanged; in this process it draws two numbers per batch from
-    Python's.
+    Reading leaves NumPy's and PyTorch's generators unchanged, and draws two numbers per batch from Python's.
     """
 
     def __init__(self, rows: Rows, source: Source, rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -39,7 +40,8 @@ class Source:
         Args:
             epoch: part of the seeds.
             tasks: batches of which only the samples are known.
-            private: use separate workers, and leave Python's generator unchanged.
+            private: use separate workers, and leave Python's generator unchanged. Otherwise two numbers are drawn from
+                it for each batch, also for those of workers: a run may be resumed with another number of them.
             isolated: leave Python's generator unchanged during the first so many batches. The run that is resumed has
                 read them already, and its draws are part of the generator's saved state.
         """
@@ -50,7 +52,7 @@ class Source:
             return self._private(epoch, tasks)
         if self._pool is None:
             self._pool = WorkerPool(self.fetch, self._plan, persistent=self._plan.persistent_workers)
-        return self._pool.run(epoch, tasks)
+        return _drawing(self._pool.run(epoch, tasks), isolated)
 
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are released."""
@@ -66,6 +68,15 @@ class Source:
         yield from pool.run(epoch, tasks)
         # Not in a `finally`: the workers of a pass that was left have tasks of it under way.
         self._idle = pool if persistent else None
+
+
+def _drawing(batches: Iterator[DealtBatch], isolated: int) -> Iterator[DealtBatch]:
+    """The batches, with the draws of `Fetch` in this process before all but the first `isolated`."""
+    for number, batch in enumerate(batches):
+        if number >= isolated:
+            random.random()
+            random.random()
+        yield batch
 
 
 class WorkerPool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -108,6 +108,7 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
         if not hasattr(config, "to_dict"):
             config, options = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **options)
+        config.name_or_path = name  # by which the tokenizer of a model is found
         # The dtype of the configuration is the default of `_from_config`, and what "auto" means.
         chosen = {} if dtype in (None, "auto") else {"dtype": dtype}
         attention = options.get("attn_implementation")
@@ -134,6 +135,10 @@ def with_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     decide what a forward computes.
     """
     known = not tensor.is_floating_point() and tensor.numel() <= _LARGEST_KNOWN
+    if known:
+        # A view would be made of its base, which is made once, and would have no values the second time.
+        with unset_fake_temporarily():
+            tensor = tensor.clone()
     return mode.fake_tensor_converter.from_real_tensor(mode, tensor, make_constant=known)
 
 

@@ -204,7 +204,7 @@ class Rehearsal:
         chunks = few_chunks(meter, on_device=self._on_device, every=self._whole)
         with _on_fakes(mode):
             steps.begin(self._fakes(self.update.batches[0]), len(self.update.batches))
-        updates = self._fake(), self._fake()
+        updates = [self._fake(), self._fake()]
         with (
             warnings.catch_warnings(action="ignore"),
             uncompiled(),
@@ -259,7 +259,7 @@ class Rehearsal:
             return lean_head_of_whole(model)
 
     def _updates(
-        self, meter: Meter, context: RunContext, steps: FollowedSteps, updates: Sequence[UpdateBatch]
+        self, meter: Meter, context: RunContext, steps: FollowedSteps, updates: list[UpdateBatch]
     ) -> None:
         """Run a first update, which makes the optimizer's state, and a second one, which is counted."""
         plan, executor = self._plan, context.built.executor
@@ -271,7 +271,8 @@ class Rehearsal:
             if parameter.requires_grad
         ]
         guard = plan.stability.nonfinite != "raise"
-        for number, update in enumerate(updates):
+        for number in range(len(updates)):
+            update = updates.pop()  # so that the batches of the first are freed
             for batch in update.batches:
                 for tensor in tensors_in(batch):
                     meter.adopt(tensor, BATCH, "")

@@ -25,6 +25,12 @@ from windlass.zero.building import DividedBuilding
 _T = TypeVar("_T")
 
 
+_VALUES = (
+    "A plan runs a script up to its first Trainer.train(), with weights that have no values: a script that computes "
+    "with them before, or trains in a loop of its own, cannot be planned."
+)
+
+
 class _Planned(BaseException):
     """Ends the script once its run was looked at; not an `Exception`, which a script may catch."""
 
@@ -84,7 +90,11 @@ def _rehearsed(
         for_any_device() if on_device else contextlib.nullcontext(),
         contextlib.suppress(_Planned),
     ):
-        start()
+        try:
+            start()
+        except RuntimeError as error:
+            error.add_note(_VALUES)
+            raise
     if not found:
         raise ModelError(
             "the script ended without a call of Trainer.train(), so there is no run to plan; give it the arguments "

@@ -26,6 +26,7 @@ from windlass.accelerator.accumulation import AccumulationState
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.process_count import CountUse, watched_process_count
+from windlass.core.tensors import is_fake
 from windlass.core.types import LossTerms
 from windlass.dist.gang import Gang
 from windlass.trainer.losses import as_count
@@ -117,7 +118,7 @@ class ScriptLoss:
         counts_own = self.complete is False
         count = as_count((own or 1.0) if counts_own else of_update, device)
         notes = self._notes and (note or self.complete is None or (counts_own and not own))
-        self._noted = NotedCount.of(count) if notes else None
+        self._noted = NotedCount.of(count) if notes and not is_fake(count) else None
         return count if self._noted is None else self._noted
 
     @property
@@ -148,7 +149,8 @@ class ScriptLoss:
         if self._is_first:
             self._is_first = False
             self._check_alike(terms)
-        if self._use is None or terms:
+        # In a rehearsal it is not noted what the loss reads.
+        if self._use is None or isinstance(loss, LossTerms) or is_fake(loss):
             return
         used = self._use.used
         if self.complete is None:
