@@ -191,7 +191,8 @@ class StepDivision:
                 "self.current_gradient_accumulation_steps alone, which is undone because the whole update is "
                 "normalised, or not at all (an intended factor belongs in `compute_loss`)"
             )
-        if self._names and not self._divides and not math.isclose(given, returned, rel_tol=_TOLERANCE):
+        unseen = number > 1 and not self._divides and not math.isclose(given, returned, rel_tol=_TOLERANCE)
+        if self._names and unseen:
             raise ModelError(
                 f"`training_step` names {min(self._names)} and passes {given:.4g} to `self.accelerator.backward` where "
                 f"`compute_loss` returned {returned:.4g}: neither that loss nor a part of {number} of it, so it is not "
