@@ -230,6 +230,17 @@ def test_settings_of_the_hub_are_accepted() -> None:
     assert [p.field for p in error.value.problems] == ["push_to_hub"]
 
 
+def test_what_it_keeps_beside_its_fields_is_text_numbers_and_dicts() -> None:
+    # Scripts write `vars(args)` as JSON.
+    arguments = TrainingArguments("x", learning_rate=1e-3, evaluation_strategy="no")
+    arguments.num_train_epochs = 2
+    kept = {
+        name: value for name, value in vars(arguments).items() if name not in arguments.__dataclass_fields__
+    }
+    assert json.loads(json.dumps(kept)) == kept
+    assert arguments.is_given("num_train_epochs")
+
+
 def test_copies_are_equal() -> None:
     args = TrainingArguments("out", eval_strategy="steps", warmup_steps=0.1, gradient_checkpointing=True)
     for again in (copy.deepcopy(args), pickle.loads(pickle.dumps(args)), dataclasses.replace(args)):

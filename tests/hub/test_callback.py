@@ -155,13 +155,17 @@ def test_a_checkpoint_that_did_not_arrive_is_uploaded_by_the_run_that_continues(
 def test_all_checkpoints_that_did_not_arrive_are_uploaded_by_the_run_that_continues(
     hub: Hub, token: str, tmp_path: Path
 ) -> None:
-    """The newest arrived, and is uploaded last once more: the model in the root of the repository is its own."""
+    """The newest arrived, and is uploaded last once more: the model in the root of the repository is its own. One that
+    an interrupted save left under another name is left alone.
+    """
     hub.faults = [Fault("POST .*/commit/", status=403)]
     trainer(tmp_path, token, hub_strategy="all_checkpoints").train()
-    for _ in range(2):
+    for name in ("checkpoint-2", "replaced-checkpoint-2"):
+        assert (tmp_path / name).is_dir()
         trainer(tmp_path, token, hub_strategy="all_checkpoints").train(resume_from_checkpoint=True)
         messages = hub.repositories["someone/run"].messages
         assert messages[1:] == [f"Training in progress, step {step}" for step in (4, 2, 4)]
+        (tmp_path / name).rename(tmp_path / "replaced-checkpoint-2")
     found = hub.files("someone/run")
     assert "checkpoint-2/model.safetensors" in found
     assert found["model.safetensors"] == found["checkpoint-4/model.safetensors"]

@@ -283,7 +283,7 @@ class AcceptsOldNames(type):
             raise ConfigError([*problems, *error.problems]) from None
         refuse(problems)
         if not copied:
-            instance.__dict__["_given"] = frozenset(arguments)
+            instance.__dict__["_given"] = dict.fromkeys(arguments)
         instance.__dict__["_old"] = {n: v for n, v in given.items() if n in OLD_NAMES and n not in names}
         if not copied:
             _log_notes(cls, everything)

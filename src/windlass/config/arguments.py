@@ -311,7 +311,7 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
         derived = self.__dict__.get("_derived")
         if derived is not None:
             # After construction: an assigned value is given, no longer derived, and both names of a choice stay equal.
-            self.__dict__["_given"] = self.__dict__.get("_given", frozenset()) | {name}
+            self.__dict__["_given"] = {**self.__dict__.get("_given", {}), name: None}
             if name in derived:  # a new dict, because a shallow copy of the arguments shares the old one
                 self.__dict__["_derived"] = {n: said for n, said in derived.items() if n != name}
             if name in (sources := self.__dict__.get("_sources", {})):

@@ -144,7 +144,9 @@ class Publisher:
             return
         steps = {step}
         if self._settings.strategy == "all_checkpoints":
-            steps |= {info.step for info in Store(self._folder).list() if info.step < step}
+            earlier = [info for info in Store(self._folder).list() if info.step < step]
+            # An interrupted save, or a person, may have left one under another name.
+            steps |= {info.step for info in earlier if info.path.name == f"checkpoint-{info.step}"}
         missing = {one for one in steps if not self._has_arrived(one)}
         # The newest one is the last, because the model of the last upload stays in the root of the repository.
         for one in sorted(missing | {step}) if missing else ():

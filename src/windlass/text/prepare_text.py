@@ -217,7 +217,7 @@ def _report(summary: TextSummary, dataset: Any) -> None:
     if not summary.rows:
         raise DataError(
             f"no row has a token to train on: {summary.dropped} rows were dropped, {summary.truncated} rows were "
-            "truncated. Raise max_length, keep the end of rows (truncation_mode='keep_end'), or check the masks."
+            "truncated. Raise max_length, or check the masks."
         )
     if summary.dropped:
         total = summary.rows + summary.dropped
