@@ -22,6 +22,10 @@ def test_a_bare_model_needs_no_synchronisation() -> None:
         module.running_mean.add_(1.0)  # what evaluation does to a bare model is its own business
     assert torch.equal(module.running_mean, before["running_mean"] + 1.0)
     assert alone.own.state_dict() == {}
+    ended: list[str] = []
+    alone.at_release += [lambda: ended.append("first"), lambda: ended.append("last")]
+    alone.release()
+    assert ended == ["last", "first"]
 
 
 def test_the_norm_is_torchs() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
-from windlass.transforms.first_rank import check_same_structure
+from windlass.transforms.first_rank import check_same_structure, to_meta
 
 
 def layers() -> nn.Sequential:
@@ -41,3 +41,13 @@ def test_what_is_tied_frozen_or_only_side_by_side_is_not() -> None:
     for index, layer in enumerate(beside):
         layer.weight = nn.Parameter(flat[9 * index : 9 * index + 9].view(3, 3))
     check_same_structure(beside, Gang())
+
+
+def test_on_the_meta_device_ties_and_frozen_weights_stay() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3), "frozen": nn.Linear(2, 2)})
+    model["head"].weight = model["embed"].weight
+    model["frozen"].requires_grad_(False)
+    to_meta(model)
+    assert model["head"].weight is model["embed"].weight
+    assert [p.is_meta for p in model.parameters()] == [True] * 4
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]

@@ -45,6 +45,17 @@ def test_noise_is_uniform_with_the_scale_of_the_paper() -> None:
     assert float(found.square().mean()) == pytest.approx(bound**2 / 3, rel=0.02)
 
 
+def test_a_model_has_the_same_noise_in_any_precision() -> None:
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Shown().to(dtype)
+        nn.init.zeros_(model.embed.weight)
+        torch.manual_seed(0)
+        found[dtype] = noise(model, 5.0, torch.zeros(2, 3, dtype=torch.long))
+        assert found[dtype].dtype == dtype
+    assert torch.equal(found[torch.bfloat16], found[torch.float32].bfloat16())
+
+
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 0]])
 

@@ -82,6 +82,8 @@ def test_units_that_share_a_weight_are_left_to_what_holds_them_all() -> None:
     module.pairs[0].second.up.weight = module.pairs[1].first.up.weight
     blocks = ShardPlan(wrap="transformer", layers=("Block",))
     assert names(module, blocks) == ["pairs.0.first", "pairs.1.second"]
+    both = ShardPlan(wrap="transformer", layers=("Pair", "Block"))
+    assert names(module, both) == ["pairs.0.first", "pairs.1.second"], "nor are those around them"
     inside = Nested()
     inside.pairs[0].second.up.weight = inside.pairs[0].first.up.weight
     assert names(inside, ShardPlan(wrap="transformer")) == ["pairs.0", "pairs.1"], "a tie within one unit"
