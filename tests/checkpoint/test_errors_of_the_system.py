@@ -49,7 +49,7 @@ def test_checkpoints_that_cannot_be_read_now_do_not_pass_for_older_ones(number: 
     """The next save would count from 1, and come before those that are there."""
     for step in (10, 20, 30):
         save(fast_disk, step, limit=None)
-    for at in range(20, 34):
+    for at in range(10, 34):
         with FailingSystem(fast_disk, "open", number, at, times=3):
             saved = save(fast_disk, 5, limit=None)
         # Where only the very last operations failed, what was dropped is complete nevertheless.
