@@ -257,7 +257,7 @@ def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[d
     warmup = value_at(filled, _WARMUP)
     if warmup not in (None, AUTO) and (not isinstance(warmup, int) or warmup < 1):
         source = run.values.get(_WARMUP, (warmup, "a whole number"))[1]
-        fix = f'must be at least 1 for a schedule of DeepSpeed: set {source}, or leave out the section "scheduler"'
+        fix = f'must be a whole number from 1 on for DeepSpeed: set {source}, or leave out the section "scheduler"'
         problems.append(Problem(f"{origin}.{_WARMUP}", warmup, fix))
     # Whole weights are saved without it: DeepSpeed's default remains.
     for path, size in {**_bucket_sizes(run.hidden_size), _SAVES_WHOLE: None}.items():
