@@ -125,8 +125,8 @@ class Executor(Protocol):
     def release(self) -> None:
         """Release wrappers, and the process groups that they hold, after training."""
 
-    def average_by(self, averages: Sequence[WeightAverage]) -> None:
-        """Set what averages weights, besides the optimizer."""
+    def average_by(self, average: WeightAverage | None) -> None:
+        """Set what averages weights, if not the optimizer. Raises ConfigError if the executor has no place for it."""
 
     def evaluating(self) -> AbstractContextManager[Any]: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -66,8 +66,8 @@ class NativeExecutor:
         self._last = True  # the micro-batch under way is the last one of its update
         self._overflowed = self._applying = False
         self._beacon, self._waiting, self._clock = beacon(), thread_waiting(), run_clock()
-        self._averages: list[WeightAverage] = []
-        self.average_by([])
+        self._average: WeightAverage | None = None
+        self.average_by(None)
         self._averaged = 0  # how many `averaged` are open
 
     @property
@@ -215,21 +215,21 @@ class NativeExecutor:
             if not self._averaged:
                 self._switch("train")
 
-    def average_by(self, averages: Sequence[WeightAverage]) -> None:
+    def average_by(self, average: WeightAverage | None) -> None:
         """Set what averages weights, if not an optimizer that has modes. Raises ConfigError if both would."""
         optimizer: Any = self.optimizer
-        own = [optimizer] if callable(getattr(optimizer, "eval", None)) else []
-        if own and averages:
+        averages_itself = callable(getattr(optimizer, "eval", None))
+        if averages_itself and average is not None:
             fix = (
                 f"{type(optimizer).__name__} averages the weights itself, and a run evaluates and saves one average of "
                 "them: leave one of the two out"
             )
-            raise ConfigError(Problem("callbacks", type(averages[0]).__name__, fix))
-        self._averages = [*own, *averages]
+            raise ConfigError(Problem("callbacks", type(average).__name__, fix))
+        self._average = optimizer if averages_itself else average
 
     def _switch(self, mode: Literal["train", "eval"]) -> None:
-        for average in self._averages:
-            getattr(average, mode)()
+        if self._average is not None:
+            getattr(self._average, mode)()
 
     def begin(self) -> None:
         """Called before the first update, after a checkpoint was loaded: it holds the averaged weights."""

@@ -119,13 +119,13 @@ class Events(RunProgress):
             for name, count in zip(CONTROL_FLAGS, merged, strict=True):
                 setattr(self.control, name, count > 0)
 
-    def averages(self) -> list[SWACallback]:
+    def average(self) -> SWACallback | None:
         """The callback that averages weights, if there is one. Raises ConfigError for several."""
         found = self.handler.of_kind(SWACallback)
         if len(found) > 1:
             fix = "a run evaluates and saves one average of its weights: leave one of these out"
             raise ConfigError(Problem("callbacks", ", ".join(type(one).__name__ for one in found), fix))
-        return found
+        return found[0] if found else None
 
     def show(self, **objects: Any) -> None:
         """Set the keyword arguments of all events: `model`, `optimizer`, `train_dataloader`, ..."""

@@ -146,8 +146,8 @@ class RunTraining(LoopHooks):
         context, events = self._context, self._events
         interruption, save = context.interruption, self._hooks.save_checkpoint
         events.fire("on_train_begin")
-        # Callbacks make their averages in `on_train_begin`.
-        self._executor.average_by(events.averages())
+        # A callback makes its average in `on_train_begin`.
+        self._executor.average_by(events.average())
         if context.plan.reports.evaluate_first and events.state.global_step == 0:
             # A schedule that follows the metric ignores it: no update was made yet.
             self._due.evaluate_or_stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -131,10 +131,10 @@ class ZeroExecutor:
         with self.strategy.buffers_of_first_rank():
             yield
 
-    def average_by(self, averages: Sequence[WeightAverage]) -> None:
-        if averages:
+    def average_by(self, average: WeightAverage | None) -> None:
+        if average is not None:
             fix = "averages whole parameters, which ZeRO divides; leave it out, or train without DeepSpeed"
-            raise ConfigError(Problem("callbacks", type(averages[0]).__name__, fix))
+            raise ConfigError(Problem("callbacks", type(average).__name__, fix))
 
     def averaged(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
