@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -44,3 +45,43 @@ def test_a_run_that_fails_ends_with_its_workers(tmp_path, method, told):
     )
     assert ended.returncode == 1
     assert "the run failed" in ended.stderr
+
+
+WORKER_WITHOUT_A_PARENT = """
+import multiprocessing, os, signal, sys, threading, time
+from windlass.core.job_signals import WorkerStart
+
+def work(start, parent, ready):
+    ready.set()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    start(0)
+    time.sleep(600)
+
+def begin(context, ready):
+    start = WorkerStart.now(None)
+    context.Process(target=work, args=(start, os.getpid(), ready), daemon=True).start()
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    ready = context.Event()
+    if sys.argv[2] == "main":
+        begin(context, ready)
+    else:
+        threading.Thread(target=begin, args=(context, ready)).start()
+    ready.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_whose_parent_is_killed_while_it_starts_ends(tmp_path, method, thread):
+    """It would live for ever, and with it the connections that it has inherited: other ranks would wait."""
+    script = tmp_path / "killed.py"
+    script.write_text(WORKER_WITHOUT_A_PARENT)
+    # The pipe is read to its end, which comes with that of the last process that holds it, the worker.
+    ended = subprocess.run(
+        [sys.executable, script, method, thread], capture_output=True, timeout=60, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.sharedctypes import RawValue
 from types import FrameType
 from typing import Any
@@ -164,10 +165,14 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         parent = multiprocessing.parent_process()
-        # Torch's worker looks for its parent only while it waits for work. A server of forks stands in between: it ends
-        # its children itself, and another thread than the main one may end before its process.
-        if self.from_main and parent is not None and os.getppid() == parent.pid:
-            end_with_parent(parent.pid)
+        # Torch's worker looks for its parent only while it waits for work, and never for one that died before that. A
+        # server of forks stands in between: it ends its children itself.
+        served = isinstance(multiprocessing.current_process(), ForkServerProcess)
+        if parent is not None and parent.pid is not None and not served:
+            if self.from_main:  # another thread may end before its process
+                end_with_parent(parent.pid)
+            elif os.getppid() != parent.pid:
+                _end()
         for number in self.left:
             # No SIG_IGN: programs that a worker starts would inherit that.
             signal.signal(number, self._ignore)
