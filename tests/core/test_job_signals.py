@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("told", ["told", "not told"])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_run_that_fails_ends_with_its_workers(tmp_path, method, told):
     script = tmp_path / "fails.py"
     script.write_text(FAILS_WITH_A_WORKER)
@@ -51,16 +51,15 @@ WORKER_WITHOUT_A_PARENT = """
 import multiprocessing, os, signal, sys, threading, time
 from windlass.core.job_signals import WorkerStart
 
-def work(start, parent, ready):
+def work(start, ready):
     ready.set()
-    while os.getppid() == parent:
-        time.sleep(0.01)
+    multiprocessing.parent_process().join()
     start(0)
     time.sleep(600)
 
 def begin(context, ready):
     start = WorkerStart.now(None)
-    context.Process(target=work, args=(start, os.getpid(), ready), daemon=True).start()
+    context.Process(target=work, args=(start, ready), daemon=True).start()
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
@@ -75,7 +74,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("thread", ["main", "another"])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_worker_whose_parent_is_killed_while_it_starts_ends(tmp_path, method, thread):
     """It would live for ever, and with it the connections that it has inherited: other ranks would wait."""
     script = tmp_path / "killed.py"

@@ -49,6 +49,11 @@ def _watch(parent: int) -> None:
     _end()
 
 
+def _end_after(parent: Any) -> None:
+    parent.join()
+    _end()
+
+
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -165,10 +170,11 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         parent = multiprocessing.parent_process()
-        # Torch's worker looks for its parent only while it waits for work, and never for one that died before that. A
-        # server of forks stands in between: it ends its children itself.
-        served = isinstance(multiprocessing.current_process(), ForkServerProcess)
-        if parent is not None and parent.pid is not None and not served:
+        # Torch's worker looks for its parent only while it waits for work, and never for one that died before that.
+        if isinstance(multiprocessing.current_process(), ForkServerProcess):
+            # A server of forks stands in between, which stays as long as its children do.
+            threading.Thread(target=_end_after, args=(parent,), name="windlass-parent", daemon=True).start()
+        elif parent is not None and parent.pid is not None:
             if self.from_main:  # another thread may end before its process
                 end_with_parent(parent.pid)
             elif os.getppid() != parent.pid:
