@@ -15,9 +15,10 @@ from windlass.core.errors import ConfigError, Problem
 if TYPE_CHECKING:
     import torch
 
-# Names and values of glibc's `mallopt`.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -1, -3, 32 << 20
-_KEPT_BYTES = 256 << 20
+# Of glibc's <malloc.h>.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# Bytes: blocks of this size are given back, and freed memory beyond so much.
+_GIVEN_BACK, _KEPT = 32 << 20, 256 << 20
 
 _hidden = ContextVar("accelerators are hidden", default=False)
 
@@ -68,12 +69,14 @@ def visible_devices() -> int:
 
 
 def make_current(device: torch.device) -> None:
-    """Make `device` the one that new tensors and kernels use if none is named; the CPU, MPS and XLA have only one."""
+    """Make `device` the one that new tensors and kernels use if none is named; the CPU, MPS and XLA have only one. For
+    the CPU, this process keeps freed memory from now on.
+    """
     import torch
 
     if device.type == "cpu":
         _keep_freed_memory()
-    if device.type not in ("cpu", "mps", "xla"):
+    elif device.type not in ("mps", "xla"):
         torch.accelerator.set_device_index(device.index or 0)
 
 
@@ -91,8 +94,8 @@ def _keep_freed_memory() -> None:
         return
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
-        libc.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-        libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_MMAP_THRESHOLD, _GIVEN_BACK)
+        libc.mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
 def start_recorded(device: torch.device) -> None:

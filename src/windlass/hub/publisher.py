@@ -148,9 +148,10 @@ class Publisher:
             # An interrupted save, or a person, may have left one under another name.
             steps |= {info.step for info in earlier if info.path.name == f"checkpoint-{info.step}"}
         missing = {one for one in steps if not self._has_arrived(one)}
-        # The newest one is the last, because the model of the last upload stays in the root of the repository.
-        for one in sorted(missing | {step}) if missing else ():
-            self.saved(self._folder / f"checkpoint-{one}")
+        if missing:
+            # The newest one is the last, because the model of the last upload stays in the root of the repository.
+            for one in sorted({*missing, step}):
+                self.saved(self._folder / f"checkpoint-{one}")
 
     def _has_arrived(self, step: int) -> bool:
         """Return True if it is noted that this checkpoint is on the Hub."""
