@@ -247,7 +247,7 @@ def test_direct_preferences_are_theirs(case: tuple[str, dict[str, Any]], with_ad
     if with_adapter:
         # Of an adapter that changes nothing yet, the sign of a reward is that of a rounding error.
         options = adapter(with_adapter, task_type="CAUSAL_LM", init_lora_weights=False)
-        drawn |= {"sync_ref_model": False}
+        drawn = read(drawn | {"sync_ref_model": False})
     with tempfile.TemporaryDirectory(dir=memory()) as folder:
         trained = both(Path(folder), "DPO", lambda: moved(small.model()), rows, drawn, **options)
         check(*trained, ("prompt_ids", "chosen_ids", "rejected_ids"))
