@@ -137,7 +137,10 @@ def test_a_resumed_run_writes_the_same_answers(tmp_path: Path) -> None:
     assert (tmp_path / "cut/answers.jsonl").read_bytes() == expected
 
 
-def test_compute_metrics_gets_texts_and_selects_the_best(tmp_path: Path) -> None:
+def test_compute_metrics_gets_texts_and_selects_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.finetuning.answers.ROWS_KEPT", 2)
     given: list[Any] = []
 
     def measure(prediction: Any) -> dict[str, float]:
@@ -154,6 +157,7 @@ def test_compute_metrics_gets_texts_and_selects_the_best(tmp_path: Path) -> None
     assert given[0].label_ids == [row["completion"].strip() for row in small.prompts(3)]
     assert given[0].inputs == [row["prompt"] for row in small.prompts(3)]
     assert trainer.state.best_metric == max(sum(map(len, one.predictions)) for one in given)
+    assert [row["number"] for row in answers(tmp_path)] == [0, 1] * len(given), "all are scored, two are kept"
 
 
 def test_sets_of_a_dict_and_the_limit(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.finetuning import small
 from tests.finetuning.preferences import SHORT, moved, pairs, settings, talks
 
 from windlass.finetuning.dpo_config import DPOConfig
-from windlass.finetuning.dpo_objective import UpdateLoss
+from windlass.finetuning.dpo_objective import UpdateLoss, scores
 from windlass.finetuning.dpo_trainer import DPOTrainer
 
 pytest.importorskip("transformers")
@@ -107,6 +108,14 @@ def test_a_loss_and_its_gradients_are_theirs(both: tuple[Any, Any], case: dict[s
     own, other = (torch.cat([part.flatten() for part in parts]) for parts in gradients[::-1])
     # Rounding of sums over tokens is amplified by a loss that is steep there.
     assert float((own - other).abs().max()) < 1e-6 * max(1.0, float(other.norm()))
+
+
+def test_scores_of_a_divergence_overflow_nowhere_and_keep_small_ratios() -> None:
+    args = DPOConfig(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
+    for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        large, small_one = scores(torch.tensor([1e3, 1e-3], dtype=kind), args).tolist()
+        assert 1e4 < large < math.inf
+        assert small_one == pytest.approx(1e-3, rel=1e-2), kind  # 1 + 1e-3 is 1 in bfloat16
 
 
 @pytest.mark.parametrize(

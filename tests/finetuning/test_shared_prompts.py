@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,8 @@ def test_experts_have_their_balancing_loss_of_all_tokens(tmp_path: Path) -> None
         model = precise(transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager"))
         found.append(reports(trainer_of(tmp_path / str(shared), model, padding_free=shared)))
     assert found[0][0]["aux_loss"] > 0
+    # The margins are small yet, so the loss of each pair is near ln 2.
+    assert found[0][0]["loss"] == pytest.approx(math.log(2) + 0.1 * found[0][0]["aux_loss"], rel=1e-2)
     for own, other in zip(*found, strict=True):
         assert own == pytest.approx(other, rel=1e-6)  # transformers computes it in single precision
 
