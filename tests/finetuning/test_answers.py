@@ -64,6 +64,23 @@ def test_answers_are_what_the_model_writes_next(tmp_path: Path, packing: bool) -
     assert logged["eval_prompts_exact_match"] == rows[7]["scores"]["exact_match"]
 
 
+def test_beams_and_lengths_are_those_asked_for_within_the_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, made = answering(tmp_path, generation_max_new_tokens=None, generation_num_beams=3), []
+    generate = trainer.model.generate
+
+    def watched(*, input_ids: Any, generation_config: Any, **options: Any) -> Any:
+        made.append((generation_config.num_beams, generation_config.max_new_tokens, input_ids.shape[1]))
+        return generate(input_ids=input_ids, generation_config=generation_config, **options)
+
+    monkeypatch.setattr(trainer.model, "generate", watched)
+    trainer.evaluate()
+    assert len(made) == 3
+    for beams, tokens, width in made:  # the default is 128 tokens, and the model has 128 positions
+        assert (beams, tokens) == (3, 128 - width)
+
+
 def test_answers_of_a_remote_run_are_in_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "staging"))
     monkeypatch.chdir(tmp_path)
