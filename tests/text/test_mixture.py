@@ -57,7 +57,17 @@ def test_epochs_continue_where_the_one_before_ended() -> None:
     mixture = DatasetMixture({"a": A, "b": B}, {"a": 1, "b": 1})
     seen = Counter(row for epoch in range(5) for row in read(mixture, epoch) if row in B)
     assert set(seen.values()) == {2}, "50 of 25 rows in 5 epochs"
-    assert read(mixture, 0) != read(mixture, 1)
+
+
+def test_each_pass_over_a_source_and_each_epoch_has_an_order_of_its_own() -> None:
+    mixture = DatasetMixture({"a": A, "b": B}, {"a": 1, "b": 1}, length=20)
+    (first, second), names = (read(mixture, epoch) for epoch in (0, 1)), []
+    assert sorted(row for row in first if row in A) == sorted(row for row in second if row in A) == A
+    assert [row for row in first if row in A] != [row for row in second if row in A]
+    for epoch in (0, 1):
+        mixture.set_epoch(epoch)
+        names.append([mixture.position(at)[0] for at in range(20)])
+    assert names[0] != names[1]
 
 
 def test_a_sample_depends_on_its_position_alone() -> None:

@@ -10,7 +10,7 @@ from tests.text.tokenizers import byte_tokenizer
 
 from windlass.core.errors import DataError
 from windlass.data.collate_preference import DataCollatorForPreference
-from windlass.text.pair_encoder import PairOptions
+from windlass.text.pair_encoder import PairOptions, split_prompt
 from windlass.text.prepare_pairs import prepare_pairs, within
 
 ROWS = [
@@ -18,6 +18,29 @@ ROWS = [
     {"prompt": "a", "chosen": " b c d e f g h i", "rejected": " j k"},
     {"prompt": "a b", "chosen": " c", "rejected": " d e f"},
 ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("The sky is blue", "The sky is green", "The sky is"),  # the space is of the answers
+        ("Say no", "Say no more", "Say n"),  # of each answer something is left
+        ("Yes", "No", ""),
+    ],
+)
+def test_a_prompt_is_what_both_answers_begin_with(chosen: str, rejected: str, prompt: str) -> None:
+    found, answers = split_prompt(None, [chosen, rejected], 0)
+    assert found == prompt
+    assert [found + answer for answer in answers] == [chosen, rejected]
+    assert all(answers)
+
+
+def test_rows_are_found_by_number_from_both_ends() -> None:
+    rows = prepare_pairs(ROWS, byte_tokenizer(), PairOptions())
+    assert [rows[at] for at in (-3, -2, -1)] == list(rows) == list(rows[:])
+    for at in (3, -4):
+        with pytest.raises(IndexError, match=f"row {at} of 3"):
+            rows[at]
 
 
 def test_an_empty_answer_is_its_end_token() -> None:

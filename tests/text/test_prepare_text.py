@@ -259,3 +259,7 @@ def test_another_packing_uses_the_tokens_that_are_kept(
     found = prepare_text(rows, tokenizer, TextOptions(max_length=16, packing="bfd"), cache=tmp_path)
     assert found.dataset[0]["seq_lengths"] == [5, 4]
     assert len(list(tmp_path.iterdir())) == 2
+    for count, seed in enumerate((1, 2), start=3):
+        shuffled = TextOptions(max_length=16, packing="bfd", shuffle_seed=seed)
+        prepare_text(rows, tokenizer, shuffled, cache=tmp_path)
+        assert len(list(tmp_path.iterdir())) == count

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -214,6 +216,7 @@ def test_an_interrupted_preparation_leaves_nothing_to_be_found(
             store.get(KEY, prepared)
     assert not store.path(KEY).exists()
     assert same(store.get(KEY, prepared)[0], prepared()[0])
+    assert store.path(KEY).exists(), "what the interrupted one left is replaced"
 
 
 def test_one_prepares_and_the_others_wait(tmp_path: Path) -> None:
@@ -293,6 +296,12 @@ def test_a_preparation_is_cached_by_all_that_decides_it(
     assert list(prepare_text(table, tokenizer, cache=tmp_path).dataset) == list(
         prepare_text(table, tokenizer).dataset
     )
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    talk = [{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}]
+    assert folders(talk) == 9
+    days = iter([datetime.date(2000, 1, 1), datetime.date(2000, 1, 2)])
+    monkeypatch.setattr("windlass.text.prepare_text.date", SimpleNamespace(today=lambda: next(days)))
+    assert (folders(talk), folders(talk)) == (10, 11), "the template writes the date into the text"
 
 
 def test_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,8 +143,7 @@ def _counts(shares: NDArray[np.float64], sizes: list[int], stopping: str, length
         is_first = stopping == "first_exhausted"
         length = int(needed.min() * (1 + _ROUNDING) if is_first else np.ceil(needed.max() * (1 - _ROUNDING)))
     exact = shares * length
-    # Largest remainders. The small term is for products such as 0.29 * 100, which is below 29 in binary.
-    counts = np.floor(exact + 1e-9).astype(np.int64)
+    counts = np.floor(exact).astype(np.int64)
     largest = np.argsort(-(exact - counts), kind="stable")
     counts[largest[: length - int(counts.sum())]] += 1
     return [int(count) for count in counts]
