@@ -193,10 +193,14 @@ class Evaluator:
             meets = self._meets_at_batches(evaluation)
             shared = meets or (isinstance(loader, DealtLoader) and loader.must_go_in_step)
             alone = not (shared or evaluation.in_step)
-            # Below the watch: a rank without a batch would exchange signals while the others measure.
-            batches = self._measured(batches, evaluation.label_names, hooks, reads_alone=alone)
+            measured = functools.partial(
+                self._measured, label_names=evaluation.label_names, hooks=hooks, reads_alone=alone
+            )
+            # A rank that reads alone may have no batch: it would exchange signals while the others measure.
+            batches = measured(batches) if alone else batches
             if self._watch is not None:
                 batches = stack.enter_context(contextlib.closing(self._watch(batches, meets)))
+            batches = batches if alone else measured(batches)
             return evaluation_loop(
                 noted(batches),
                 replace(evaluation, predict=predict),
