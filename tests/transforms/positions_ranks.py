@@ -238,6 +238,9 @@ def _refused(ranks: Gang) -> None:
 
     first.__class__ = Summing
     assert "its logits differ" in message(mixed)
+    failing, fails = _model("plain"), iter((False, ranks.world.rank > 0))
+    failing.register_forward_hook(lambda *_: {}["of one rank"] if next(fails) else None)
+    assert "KeyError: 'of one rank'" in message(failing)
     whole_model = _model("plain")
     _divided(whole_model, ranks, positions=False).release()
     assert "stays so" in message(whole_model)

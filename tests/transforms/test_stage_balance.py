@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from windlass.transforms.stage_balance import Apart, Together
+from windlass.core.errors import ModelError
+from windlass.dist.gang import Gang
+from windlass.transforms.pipeline_cut import Cut
+from windlass.transforms.stage_balance import Apart, StageBalance, Together
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -25,3 +29,22 @@ def test_sums_and_their_gradients_travel_to_the_bit(dtype: torch.dtype) -> None:
     assert sums.grad is not None
     assert torch.equal(states.grad, torch.full_like(states, 2))
     assert torch.equal(sums.grad, torch.full_like(sums, 4097.5))
+
+
+class Scaled(nn.Module):
+    """Its output has what its router returns, times two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+
+    def forward(self, states: Tensor) -> dict[str, tuple[Tensor]]:
+        return {"router_logits": (self.router(states) * 2,)}
+
+
+def test_a_router_that_is_not_found_is_refused() -> None:
+    model = Scaled()
+    balance = StageBalance(model, Gang(), False, lambda: False)
+    with pytest.raises(ModelError, match="Scaled changes what its routers return"):
+        balance.cut(lambda: (Cut([], [], {}), model(torch.ones(2, 4))))
+    assert not model.router._forward_hooks
