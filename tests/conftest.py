@@ -19,6 +19,11 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+# Bytecode is written whatever the shell says: the tests start thousands of processes, and each would compile what it
+# imports of the package and of the tests; a test process compiles each file of tests with its assertions rewritten.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
+
 # A process that a message wakes does not interrupt the one that sent it: that one may still hold a lock for which a
 # thread of gloo spins. It takes a tenth of the processor time of tests with ranks. Children inherit it.
 if hasattr(os, "SCHED_BATCH"):

@@ -32,15 +32,15 @@ class Waits(TrainerCallback):
             while not control.should_training_stop and time.monotonic() < end:
                 time.sleep(0.01)
 
-def trainer(*callbacks, **options):
-    args = TrainingArguments("out", max_steps=6, logging_steps=1, per_device_train_batch_size=2, **options)
+def trainer(*callbacks, folder="out", **options):
+    args = TrainingArguments(folder, max_steps=6, logging_steps=1, per_device_train_batch_size=2, **options)
     return Trainer(Line(), args, train_dataset=data, eval_dataset=data, callbacks=[*callbacks])
 """
 
 
-def execute(folder: Path, *cells: str, interrupt: bool = False) -> list[list[Any]]:
-    """Run the cells in a kernel in `folder` and return the outputs of each. With `interrupt` the kernel is interrupted
-    once a cell has made the file `reached`.
+def execute(folder: Path, *cells: str) -> list[list[Any]]:
+    """Run the cells in a kernel in `folder` and return the outputs of each. The kernel is interrupted once a cell has
+    made the file `reached`.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -59,12 +59,10 @@ def execute(folder: Path, *cells: str, interrupt: bool = False) -> list[list[Any
         asyncio.run(client.km.interrupt_kernel())
 
     watcher = threading.Thread(target=stop)
-    if interrupt:
-        watcher.start()
+    watcher.start()
     try:
         client.execute()
     finally:
         ended.set()
-        if interrupt:
-            watcher.join()
+        watcher.join()
     return [cell.outputs for cell in notebook.cells[1:]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,53 +125,53 @@ def _lines(outputs: list[Any], stream: str) -> str:
     return "".join(output.text for output in outputs if output.get("name") == stream)
 
 
-def test_cells_of_a_notebook(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What the cells of one notebook left: to start a kernel takes longer than all of them."""
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    trained, evaluated, shown, removed, failed = execute(
-        tmp_path,
-        "made = trainer(eval_strategy='steps', eval_steps=2)\nmade.train()",
-        "made.evaluate()",
-        "made",
-        "made.remove_callback(ProgressCallback)\nmade.train().global_step",
-        "TrainingArguments('out', learning_rate=-1)",
-    )
-    (page,) = _pages(trained)
+    cells = {
+        "trained": "made = trainer(eval_strategy='steps', eval_steps=2)\nmade.train()",
+        "evaluated": "made.evaluate()",
+        "shown": "made",
+        "removed": "made.remove_callback(ProgressCallback)\nmade.train().global_step",
+        "failed": "TrainingArguments('out', learning_rate=-1)",
+        "interrupted": "result = trainer(Waits(), folder='stopped').train()",
+        "resumed": "result = trainer(folder='stopped').train(resume_from_checkpoint=True)",
+    }
+    return dict(zip(cells, execute(tmp_path_factory.mktemp("notebook"), *cells.values()), strict=True))
+
+
+def test_cells_of_a_notebook(outputs: dict[str, list[Any]]) -> None:
+    (page,) = _pages(outputs["trained"])
     assert "train 6/6" in page
     assert "<progress" not in page
     assert "o validation" in page
     assert "* training" in page
     assert page.count("<tr>") == 4
-    assert len(_pages(evaluated)) == 1
-    (html,) = _pages(shown)
+    assert len(_pages(outputs["evaluated"])) == 1
+    (html,) = _pages(outputs["shown"])
     assert "Line" in html
     assert "6 of 6" in html
-    assert not _pages(removed)
+    assert not _pages(outputs["removed"])
+    failed = outputs["failed"]
     assert failed[-1].ename == "ConfigError"
     assert "site-packages" not in (said := "\n".join(failed[-1].traceback))
     assert "learning_rate=-1" in said
-    for outputs in (trained, evaluated, shown, removed):
-        assert not _lines(outputs, "stderr"), "which notebooks show in red"
-        assert not [output for output in outputs if output.output_type == "error"]
+    for name in ("trained", "evaluated", "shown", "removed"):
+        assert not _lines(outputs[name], "stderr"), f"{name}: notebooks show it in red"
+        assert not [output for output in outputs[name] if output.output_type == "error"], name
 
 
-def test_an_interrupted_cell_ends_with_where_to_continue(tmp_path: Path) -> None:
-    pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    interrupted, resumed = execute(
-        tmp_path,
-        "result = trainer(Waits()).train()",
-        "result = trainer().train(resume_from_checkpoint=True)",
-        interrupt=True,
-    )
-    (page,) = _pages(interrupted)
+def test_an_interrupted_cell_ends_with_where_to_continue(outputs: dict[str, list[Any]]) -> None:
+    (page,) = _pages(outputs["interrupted"])
     assert "train 4/6" in page
     assert "<progress" not in page
-    assert not _lines(interrupted, "stderr")
-    last = _lines(interrupted, "stdout").splitlines()[-1]
+    assert not _lines(outputs["interrupted"], "stderr")
+    last = _lines(outputs["interrupted"], "stdout").splitlines()[-1]
     assert last.endswith(
-        "stopped at step 4 of 6; out/checkpoint-4 is complete. train(resume_from_checkpoint=True) continues from it"
+        "stopped at step 4 of 6; stopped/checkpoint-4 is complete. train(resume_from_checkpoint=True) continues from it"
     )
-    (page,) = _pages(resumed)
+    (page,) = _pages(outputs["resumed"])
     assert "train 6/6" in page
     assert page.count("<tr>") == 7, "with the rows of the first part"

@@ -99,7 +99,8 @@ for _ in range(4):
 """
 
 
-@pytest.mark.parametrize("updates", [1, 2])
+# Of two updates the first is followed by another, and the last by none, as a single one.
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_last_update_has_the_steps_of_all_optimizers(
     updates: int, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

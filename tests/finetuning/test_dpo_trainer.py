@@ -182,6 +182,7 @@ def test_an_adapter_that_is_trained_further_is_compared_with_itself_as_it_was(tm
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     adapted = moved(peft.get_peft_model(small.model(), lora))
+    frozen = [p.requires_grad_(False) for n, p in adapted.named_parameters() if "lora_A" in n]
     trainer = trainer_of(tmp_path / "a", adapted, learning_rate=0.1)
     before = {n: p.detach().clone() for n, p in adapted.named_parameters() if ".ref." in n}
     logs = logs_of(trainer)
@@ -189,6 +190,8 @@ def test_an_adapter_that_is_trained_further_is_compared_with_itself_as_it_was(tm
     assert logs[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
     assert logs[2]["rewards/margins"] != 0.0
     assert all(torch.equal(before[n], p) for n, p in adapted.named_parameters() if n in before)
+    assert frozen
+    assert not any(p.requires_grad for p in frozen), "peft trains the whole adapter that becomes active"
 
 
 def test_a_reference_that_follows_the_model(tmp_path: Path) -> None:

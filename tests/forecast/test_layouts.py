@@ -98,7 +98,7 @@ def test_what_exchanges_or_computes_more_costs_more() -> None:
 
 def test_what_an_update_holds_is_known_before_it_is_laid_out(tmp_path: Path) -> None:
     def start() -> None:
-        trainer(tmp_path, layers=9).train()
+        trainer(tmp_path, layers=9, lean_loss=False).train()
 
     found = trace_of(start)
     kinds = ("weights", "gradients", "optimizer state")
@@ -108,13 +108,13 @@ def test_what_an_update_holds_is_known_before_it_is_laid_out(tmp_path: Path) -> 
 
 def test_what_a_rank_sends_by_estimate_is_what_a_trace_counts(tmp_path: Path) -> None:
     """Of replicas and of shards, of which the root is gathered once: see `test_tracing.py`."""
-    size = size_of(lambda: trainer(tmp_path, layers=4).train())
+    size = size_of(lambda: trainer(tmp_path, layers=4, lean_loss=False).train())
     cases: list[tuple[Layout, dict[str, Any]]] = [
         (Layout(Mesh(replicate=4)), {}),
         (Layout(Mesh(shard=4), sharded=True), {"fsdp": True}),
     ]
     for layout, given in cases:
-        found = trace_of(lambda given=given: trainer(tmp_path, layers=4, **given).train(), 4)  # type: ignore[misc]
+        found = trace_of(lambda given=given: trainer(tmp_path, layers=4, lean_loss=False, **given).train(), 4)  # type: ignore[misc]
         counted = sum(link.nbytes for link in Forecast(found).links())
         assert sum(nbytes for nbytes, _ in exchanged(layout, size).values()) == pytest.approx(
             counted, rel=0.2

@@ -108,7 +108,9 @@ def test_divided_positions_halve_what_norms_keep_and_are_gathered_again(tmp_path
     def traced(positions: bool) -> Trace:
         handler = TorchTensorParallelConfig(enable_sequence_parallel=positions)
         layout = ParallelismConfig(tp_size=2, tp_handler=handler)
-        return trace_of(lambda: trainer(tmp_path, layers=2, parallelism_config=layout).train(), 2)
+        return trace_of(
+            lambda: trainer(tmp_path, layers=2, parallelism_config=layout, lean_loss=False).train(), 2
+        )
 
     whole, parts = traced(False), traced(True)
     for name in ("input_layernorm", "post_attention_layernorm"):
@@ -129,7 +131,7 @@ def test_experts_are_divided_and_tokens_travel(tmp_path: Path) -> None:
     named = dict(mixture().named_parameters())
     of_experts = sum(p.numel() for name, p in named.items() if ".experts." in name) * 4
     rest = sum(p.numel() for p in named.values()) * 4 - of_experts
-    layout = {"parallelism_config": ParallelismConfig(ep_size=2)}
+    layout = {"parallelism_config": ParallelismConfig(ep_size=2), "lean_loss": False}
     found = trace_of(lambda: trainer(tmp_path, mixture(), **layout).train(), 4)
     assert at_most(found, "weights") == at_most(found, "gradients") == rest + of_experts // 2
     assert found.saved["weights"] == rest + of_experts
@@ -145,11 +147,12 @@ def test_experts_are_divided_and_tokens_travel(tmp_path: Path) -> None:
 def test_experts_are_divided_among_the_tensor_gang_of_each_rank_too(tmp_path: Path) -> None:
     named = dict(mixture().named_parameters())
     of_experts = sum(p.numel() for name, p in named.items() if ".experts." in name) * 4
-    layout = {"parallelism_config": ParallelismConfig(ep_size=2, tp_size=2)}
-    alone = trace_of(
-        lambda: trainer(tmp_path, mixture(), parallelism_config=ParallelismConfig(tp_size=2)).train(), 2
-    )
-    found = trace_of(lambda: trainer(tmp_path, mixture(), **layout).train(), 4)
+
+    def traced(ranks: int, **axes: int) -> Trace:
+        given = {"parallelism_config": ParallelismConfig(**axes), "lean_loss": False}
+        return trace_of(lambda: trainer(tmp_path, mixture(), **given).train(), ranks)
+
+    alone, found = traced(2, tp_size=2), traced(4, ep_size=2, tp_size=2)
     assert at_most(alone, "weights") - at_most(found, "weights") == of_experts // 4
     assert found.saved["weights"] == sum(p.numel() for p in named.values()) * 4
     sent = sum(one.nbytes * times for one, times in found.sent.items() if one.name == "all-to-all")

@@ -25,8 +25,9 @@ from windlass.forecast.tracing import trace_of
 from windlass.zero.building import DividedBuilding
 
 
-def trace(folder: Path, world: int = 1, whole: bool = True, **options: Any) -> Trace:
-    return trace_of(lambda: trainer(folder, **options).train(), world, whole=whole)
+def trace(folder: Path, world: int = 1, whole: bool = True, lean: bool = False, **options: Any) -> Trace:
+    """To look whether the loss can be made without logits takes as long as all else: it is not asked for by default."""
+    return trace_of(lambda: trainer(folder, lean_loss=lean, **options).train(), world, whole=whole)
 
 
 def at_most(found: Trace, kind: str) -> int:
@@ -94,9 +95,7 @@ def test_an_optimizer_that_reads_its_count_of_steps_is_planned(tmp_path: Path) -
 
 def test_an_optimizer_that_compiles_its_update_is_planned_with_its_state_in_few_bits(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    eight, four = (
-        trace(tmp_path, layers=1, optim=f"adamw_torch_{bits}bit", lean_loss=False) for bits in (8, 4)
-    )
+    eight, four = (trace(tmp_path, layers=1, optim=f"adamw_torch_{bits}bit") for bits in (8, 4))
     # Two averages of a byte, or half of one, for a weight of four; a few vectors are not quantized.
     assert 2 / 4 < at_most(eight, "optimizer state") / at_most(eight, "weights") < 0.7
     assert 1 / 4 < at_most(four, "optimizer state") / at_most(four, "weights") < 0.4
@@ -105,9 +104,7 @@ def test_an_optimizer_that_compiles_its_update_is_planned_with_its_state_in_few_
 
 def test_an_optimizer_without_state_saves_no_bytes_of_it(tmp_path: Path) -> None:
     """Of a stack of which few layers are run, what is 0 for each of them is still in the sum."""
-    whole, few = (
-        trace(tmp_path, whole=whole, layers=6, optim="sgd", lean_loss=False) for whole in (True, False)
-    )
+    whole, few = (trace(tmp_path, whole=whole, layers=6, optim="sgd") for whole in (True, False))
     assert few.facts["layers"] == ["model.layers", 6]
     assert few.saved == whole.saved
     assert Forecast(few).disk == few.saved["weights"] > 0
@@ -121,7 +118,7 @@ def test_this_process_runs_no_backward(whole: bool, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         torch.autograd, "backward", lambda *args, **kwargs: [run.append(args), own(*args, **kwargs)]
     )
-    assert at_most(trace(tmp_path, whole=whole), "gradients") > 0
+    assert at_most(trace(tmp_path, whole=whole, lean=True), "gradients") > 0
     assert not run
 
 
@@ -129,16 +126,16 @@ def test_this_process_runs_no_backward(whole: bool, tmp_path: Path, monkeypatch:
 def test_a_machine_with_an_accelerator_plans_the_same(
     world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = trace(tmp_path, world)
+    expected = trace(tmp_path, world, lean=True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    assert trace(tmp_path, world, use_cpu=False).peak == expected.peak
+    assert trace(tmp_path, world, lean=True, use_cpu=False).peak == expected.peak
 
 
 def test_recomputation_and_batch_change_activations_as_they_do(tmp_path: Path) -> None:
     def activations(**options: Any) -> int:
-        return at_most(trace(tmp_path, layers=2, lean_loss=False, **options), "activations")
+        return at_most(trace(tmp_path, layers=2, **options), "activations")
 
     plain = activations()
     assert activations(per_device_train_batch_size=2 * BATCH) > 1.9 * plain
@@ -147,7 +144,7 @@ def test_recomputation_and_batch_change_activations_as_they_do(tmp_path: Path) -
 
 def test_activations_of_a_layer_are_what_autograd_keeps_of_it(tmp_path: Path) -> None:
     """One more layer adds, to the byte, what a real forward saves for its backward."""
-    one, two = (trace(tmp_path, layers=layers, lean_loss=False) for layers in (2, 3))
+    one, two = (trace(tmp_path, layers=layers) for layers in (2, 3))
     assert at_most(two, "activations") - at_most(one, "activations") == kept(3) - kept(2)
 
 
@@ -181,7 +178,7 @@ def test_layers_that_are_left_out_add_what_they_would(
     tmp_path: Path, world: int, options: dict[str, Any]
 ) -> None:
     """The trace of four and five layers, continued to seven, is that of seven."""
-    whole, added = (trace(tmp_path, world, each, layers=7, **options) for each in (True, False))
+    whole, added = (trace(tmp_path, world, each, lean=True, layers=7, **options) for each in (True, False))
     assert added.facts["layers"] == ["model.layers", 7]
     assert added.peak[1].total == whole.peak[1].total
     assert added.saved == whole.saved

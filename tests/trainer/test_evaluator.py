@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import on_ranks
 from tests.trainer.small import Net, arguments, rows, weights_hash
 
 from windlass import LossTerms, Trainer, default_data_collator
-from windlass.core.errors import ConfigError, DataError
+from windlass.core.errors import ConfigError, DataError, PeerError
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -280,3 +281,61 @@ def test_label_names_may_be_none_at_all(tmp_path: Path) -> None:
     )
     assert trainer.label_names == []
     assert "eval_loss" not in trainer.evaluate()
+
+
+@pytest.mark.dist
+def test_ranks_without_a_first_batch_measure_the_loss_with_the_others(tmp_path: Path) -> None:
+    """What is evaluated before the first update is measured first: by a rank that has nothing to read, or cannot."""
+    alone = evaluated_first(tmp_path / "alone")
+    for losses, failure in on_ranks(2, on_each_rank, tmp_path):
+        assert losses == pytest.approx(alone, rel=1e-6)
+        assert failure.endswith("no such sample")
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+class Tokens(torch.nn.Module):
+    """Its loss is a sum over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.into, self.out = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.out(self.into(ids))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": loss, "logits": logits}
+
+
+class Unreadable(torch.utils.data.Dataset[dict[str, Any]]):
+    """Its third sample, which the second rank reads first, cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 2:
+            raise OSError("no such sample")
+        return rows(8)[index]
+
+
+def evaluated_first(folder: Path) -> list[float]:
+    """The loss of one row, which the second of two ranks does not have."""
+    data = [{"ids": torch.arange(5) + at, "labels": torch.arange(5)} for at in range(4)]
+    args = arguments(folder, eval_on_start=True, max_steps=1, per_device_eval_batch_size=2)
+    trainer = Trainer(Tokens(), args, train_dataset=data, eval_dataset=data[:1])
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return [before, trainer.state.log_history[0]["eval_loss"]]
+
+
+def on_each_rank(folder: Path) -> tuple[list[float], str]:
+    losses = evaluated_first(folder / "ranks")
+    trainer = Trainer(
+        Net(), arguments(folder / "broken", per_device_eval_batch_size=2), eval_dataset=Unreadable()
+    )
+    with pytest.raises((OSError, PeerError)) as caught:
+        trainer.evaluate()
+    return losses, str(caught.value)

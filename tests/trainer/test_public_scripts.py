@@ -428,11 +428,11 @@ def test_the_micro_batches_of_an_update_are_known_while_it_runs(arguments: Any) 
 def test_the_state_of_the_accelerator_has_the_plugins(arguments: Any) -> None:
     state = Trainer(Net(), arguments(), train_dataset=ROWS).accelerator.state
     assert state.deepspeed_plugin is state.deepspeed_plugins is state.fsdp_plugin is None
-    config = {"version": 2, "activation_checkpointing": True}
+    config = {"version": 2, "activation_checkpointing": True, "forward_prefetch": True}
     args = arguments(fsdp="shard_grad_op offload", fsdp_config=config)
     plugin = Trainer(Net(), args, train_dataset=ROWS).accelerator.state.fsdp_plugin
     assert (plugin.fsdp_version, plugin.activation_checkpointing, plugin.cpu_offload) == (2, True, True)
-    assert plugin.reshard_after_forward is False
+    assert (plugin.reshard_after_forward, plugin.forward_prefetch) == (False, True)
     assert not list(plugin.objections())
 
 

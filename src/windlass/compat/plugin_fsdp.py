@@ -174,6 +174,7 @@ def fsdp_plugin_of(plan: ShardPlan) -> FullyShardedDataParallelPlugin:
         cpu_offload=plan.cpu_offload,
         ignored_modules=plan.ignored,
         state_dict_type=rows.STATES[plan.state],
+        forward_prefetch=plan.forward_prefetch > 0,
         activation_checkpointing=plan.recompute,
         activation_checkpointing_offload=plan.recompute_offload,
         cpu_ram_efficient_loading=plan.ram_efficient,

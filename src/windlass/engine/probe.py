@@ -86,8 +86,9 @@ class Probe:
         it is also measured in training mode, for `exact`.
         """
         parts = None if batch is None else halves(batch, counter)
-        able, ranks = self._summed(float(parts is not None), 1.0)
-        if able < ranks or parts is None:
+        # A rank without a batch answers with the others, and has no vote.
+        able, asked = self._summed(float(parts is not None), float(batch is not None))
+        if able < asked or not able:
             return Split()
         split = self._split(parts, loss, rounding, train=False)
         if self._module.training and any(isinstance(part, _BatchNorm) for part in self._module.modules()):
@@ -96,15 +97,19 @@ class Probe:
                 return replace(split, deviation=trained.deviation, exact=False)
         return split
 
-    def _split(self, parts: Halves, loss: Loss, rounding: float, train: bool) -> Split:
-        whole, first, second = (self._part(loss, part, train) for part in (parts.whole, *parts.parts))
-        apart = {kind: abs(parts.predicted(kind, first, second) - whole) for kind in Kind}
-        usable = math.isfinite(whole) and all(map(math.isfinite, apart.values()))
-        size, *sums = self._summed(*([abs(whole), *apart.values()] if usable else [0.0] * (len(Kind) + 1)))
+    def _split(self, parts: Halves | None, loss: Loss, rounding: float, train: bool) -> Split:
+        votes = [] if parts is None else self._votes(parts, loss, train)
+        usable = bool(votes) and all(map(math.isfinite, votes))
+        size, *sums = self._summed(*(votes if usable else [0.0] * (len(Kind) + 1)))
         if size == 0.0:
             return Split()
         rounding = max(rounding, rounding_of(self._loss_type))
         return closest({kind: total / size for kind, total in zip(Kind, sums, strict=True)}, rounding)
+
+    def _votes(self, parts: Halves, loss: Loss, train: bool) -> list[float]:
+        """The size of the batch's loss, and its distance from what each kind makes of its halves."""
+        whole, first, second = (self._part(loss, part, train) for part in (parts.whole, *parts.parts))
+        return [abs(whole), *(abs(parts.predicted(kind, first, second) - whole) for kind in Kind)]
 
     def _part(self, loss: Loss, part: Any, train: bool) -> float:
         def in_mode(inputs: Any) -> Any:

@@ -69,7 +69,7 @@ def interruptible_batches(
             then, because the others wait for it there.
     """
     remaining, rounds = iter(batches), Lockstep[T | None](all_ranks)
-    batch, failure = _next_of(remaining)
+    batch, failure = next_of(remaining)
     while True:
         rounds.begin(batch, batch is not None or failure is not None, signals())
         summed = rounds.end()
@@ -84,10 +84,10 @@ def interruptible_batches(
         if batch is not None:
             with _others_answered(all_ranks, signals, silent=in_step):
                 yield batch
-            batch, failure = _next_of(remaining)
+            batch, failure = next_of(remaining)
 
 
-def _next_of(batches: Iterator[T]) -> tuple[T | None, Exception | None]:
+def next_of(batches: Iterator[T]) -> tuple[T | None, Exception | None]:
     """The next batch, None at the end; or the error with which reading it failed."""
     try:
         return next(batches, None), None

@@ -83,7 +83,7 @@ class MeanFigures:
         self._sum_over_ranks, self._adopts, self._device = sum_over_ranks, adopts, device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = {training: self._zeros() for training in (True, False)}
-        self._tokens, self._in_update = self._no_tokens(), False
+        self._tokens = self._no_tokens()
         # of the update that is being computed
         self._update = self._zeros(), self._no_tokens(), self._extremes.empty()
 
@@ -95,17 +95,17 @@ class MeanFigures:
         return torch.zeros((), dtype=torch.int64, device=self._device)
 
     def begin_update(self) -> None:
-        """Count what is added from now on; what an attempt that failed had added is dropped."""
-        self._in_update = True
+        """Count what is added from now on; what was added before, by an attempt that failed or by a measurement, is
+        dropped.
+        """
         self._update = self._zeros(), self._no_tokens(), self._extremes.empty()
 
     def end_update(self) -> None:
-        """Keep the counts of the update, and ignore training batches until the next one."""
+        """Keep the counts of the update."""
         sums, tokens, extremes = self._update
         self._kept[True] = torch.maximum(self._kept[True], extremes)
         self._sums[True] += sums
         self._tokens += tokens
-        self._in_update = False
 
     def add(
         self, sums: Sums, tokens: Tensor, *, training: bool, extremes: Mapping[str, Tensor] | None = None
@@ -118,8 +118,6 @@ class MeanFigures:
             tokens: inputs that are not padding; counted in training only. In training, batches count only within an
                 update: the first one is also run for measurements before.
         """
-        if training and not self._in_update:
-            return  # a measurement, or a warm-up
         rows = [
             torch.stack([sums[name][at].detach().to(self._dtype) for name in self.names]) for at in (0, 1)
         ]

@@ -27,7 +27,7 @@ from windlass.data.workers import Reader, read_batches
 from windlass.dist.beacon import marked_reads
 from windlass.engine.evaluate import Evaluation, closing_if_possible, evaluation_loop
 from windlass.engine.executor import Executor
-from windlass.engine.uneven_batches import Placed, pad_uneven_batches
+from windlass.engine.uneven_batches import Placed, next_of, pad_uneven_batches
 from windlass.trainer.batch_faults import BatchFaults, Fed
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.loss_policy import LossHooks, LossPolicy
@@ -191,13 +191,17 @@ class Evaluator:
             # With or without evaluations, a run has the same bits: they draw nothing from its random generators.
             stack.enter_context(preserved_rng(self._session.device))
             meets = self._meets_at_batches(evaluation)
+            shared = meets or (isinstance(loader, DealtLoader) and loader.must_go_in_step)
+            alone = not (shared or evaluation.in_step)
+            # Below the watch: a rank without a batch would exchange signals while the others measure.
+            batches = self._measured(batches, evaluation.label_names, hooks, reads_alone=alone)
             if self._watch is not None:
                 batches = stack.enter_context(contextlib.closing(self._watch(batches, meets)))
             return evaluation_loop(
-                noted(self._measured(batches, evaluation.label_names, hooks)),
+                noted(batches),
                 replace(evaluation, predict=predict),
                 data_ranks=self._session.data_ranks,
-                reading_is_collective=meets or (isinstance(loader, DealtLoader) and loader.must_go_in_step),
+                reading_is_collective=shared,
                 on_batch=after_batch,
             )
 
@@ -224,17 +228,23 @@ class Evaluator:
         return pad_uneven_batches(unplaced, self._session.all_ranks) if in_step else unplaced
 
     def _measured(
-        self, batches: Iterable[Placed], label_names: Sequence[str], hooks: LossHooks
+        self, batches: Iterable[Placed], label_names: Sequence[str], hooks: LossHooks, *, reads_alone: bool
     ) -> Iterator[Placed]:
-        """The batches; the first is used to measure which labels are targets, if training has not. Collective."""
+        """The batches; the first is used to measure which labels are targets, if training has not. Collective. Unless
+        a rank `reads_alone`, the others meet an error of reading where they read.
+        """
         remaining = iter(batches)
         with closing_if_possible(remaining):
             waited_for = marked_reads(remaining)
-            first = next(waited_for, None)
-            # Ranks without a batch take part: the measurement is collective.
+            first, failure = next_of(waited_for)
+            if failure is not None and not reads_alone:
+                raise failure
+            # Ranks without a batch, or with one that cannot be read, take part: the measurement is collective.
             if not self._loss.measured:
                 labelled = first is not None and has_labels(first[1], label_names)
                 self._loss.measure_labels(first[1] if first is not None and labelled else None, hooks)
+            if failure is not None:
+                raise failure
             if first is not None:
                 yield first
                 yield from waited_for

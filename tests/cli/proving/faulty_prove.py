@@ -1,7 +1,8 @@
-"""`windlass prove` with a fault: `python faulty_prove.py FAULT RECIPE ...`.
+"""`windlass prove` with a fault, or several proofs in turn: `python faulty_prove.py FAULT RECIPE ... -- FAULT ...`.
 
-The processes of a trial import this file as their main module, as `multiprocessing` does, and plant the fault that is
-named in the environment. Each fault is one that has been made somewhere: only ranks of a layout come past it.
+The processes of a trial import this file as their main module, as `multiprocessing` does, with the arguments of the
+proof under way, and plant its fault. Each fault is one that has been made somewhere: only ranks of a layout come past
+it. Behind what each proof prints stands a line `exit code N`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_NAME = "PLANTED_FAULT"
 FAULTS: dict[str, Callable[[], None]] = {}
 
 
@@ -269,13 +270,15 @@ def a_rank_refuses() -> None:
     session.join = join
 
 
-if planted := os.environ.get(_NAME):
-    FAULTS[planted]()
+if __name__ == "__mp_main__":
+    FAULTS[sys.argv[1]]()
 
 if __name__ == "__main__":
     from windlass.cli.main import main
     from windlass.cli.proving import proving_processes
 
-    os.environ[_NAME] = sys.argv[1]
     proving_processes.LIMIT = 1e6  # no fault is found by waiting
-    sys.exit(main(["prove", *sys.argv[2:]]))
+    for between, words in groupby(sys.argv[1:], "--".__eq__):
+        if not between:
+            sys.argv[1:] = words
+            print("exit code", main(["prove", *sys.argv[2:]]), flush=True)
