@@ -31,20 +31,30 @@ def test_sums_and_their_gradients_travel_to_the_bit(dtype: torch.dtype) -> None:
     assert torch.equal(sums.grad, torch.full_like(sums, 4097.5))
 
 
-class Scaled(nn.Module):
-    """Its output has what its router returns, times two."""
+class Routed(nn.Module):
+    """Its output has what its router returns, times a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, factor: int) -> None:
         super().__init__()
-        self.router = nn.Linear(4, 3)
+        self.router, self.factor = nn.Linear(4, 3), factor
 
     def forward(self, states: Tensor) -> dict[str, tuple[Tensor]]:
-        return {"router_logits": (self.router(states) * 2,)}
+        logits = self.router(states)
+        return {"router_logits": (logits if self.factor == 1 else logits * self.factor,)}
+
+    def balance(self) -> StageBalance:
+        found = StageBalance(self, Gang(), False, lambda: False)
+        found.cut(lambda: (Cut([], [], {}), self(torch.ones(2, 4))))
+        return found
+
+
+def test_room_is_made_for_the_sums_of_a_router() -> None:
+    states = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+    sent = Together.apply(states, torch.zeros(3, 3))
+    room = Routed(1).balance().room(states)
+    assert (room.shape, room.dtype) == (sent.shape, sent.dtype)
 
 
 def test_a_router_that_is_not_found_is_refused() -> None:
-    model = Scaled()
-    balance = StageBalance(model, Gang(), False, lambda: False)
-    with pytest.raises(ModelError, match="Scaled changes what its routers return"):
-        balance.cut(lambda: (Cut([], [], {}), model(torch.ones(2, 4))))
-    assert not model.router._forward_hooks
+    with pytest.raises(ModelError, match="Routed changes what its routers return"):
+        Routed(2).balance()
