@@ -60,11 +60,17 @@ def _divided(model: nn.Module, ranks: Gang, positions: bool = True) -> TensorPar
 
 
 def _equal(ranks: Gang) -> None:
-    """Loss and gradients are those of a whole model, in rows that the ranks do not divide evenly too."""
+    """Loss and gradients are those of a whole model, in rows that the ranks do not divide evenly too, after a forward
+    that an error ended between two blocks.
+    """
     for name in ("biased", "norms of heads"):
         plain = _model(name)
         model = copy.deepcopy(plain)
         strategy = _divided(model, ranks)
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            _loss(model, _ids())
+        hook.remove()
         for tokens, options in ((8, {}), (7, {}), (9, {"output_hidden_states": True})):
             ids = _ids(tokens)
             expected = _loss(plain, ids)
