@@ -140,8 +140,8 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
 
 
 def _open(recipe: Recipe, parts: RecipeParts, args: TrainingArguments, clock: StepClock) -> Any:
-    """Return a trainer without lines of progress, and without a report, which nobody sees: its picture takes longer
-    than the updates.
+    """Return a trainer without lines of progress and without a report, which would be removed with the folder: to draw
+    its picture takes longer than the updates.
     """
     trainer: Any = TASKS[recipe.task].open_trainer(parts, args)
     trainer.remove_callback(PrinterCallback)
