@@ -93,6 +93,12 @@ def _equal(ranks: Gang) -> None:
             rows = model.generate(_ids(4), max_new_tokens=3, do_sample=False)
         assert torch.equal(rows, plain.generate(_ids(4), max_new_tokens=3, do_sample=False))
         assert torch.equal(rows, model.generate(_ids(4), max_new_tokens=3, do_sample=False)), "one token each"
+        seen: list[int] = []
+        model.model.layers[1].input_layernorm.register_forward_hook(
+            lambda _, __, out, seen=seen: seen.append(out.shape[1])
+        )
+        model(_ids())
+        assert seen == [TOKENS // 2], "divided again"
 
 
 def _kept(model: nn.Module) -> tuple[int, int]:
