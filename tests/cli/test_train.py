@@ -444,6 +444,7 @@ def test_the_built_in_recipe(room: Path, windlass: Run) -> None:
         "training.eval_steps=7",
         "training.save_steps=7",
         "training.logging_steps=7",
+        "training.per_device_train_batch_size=8",
     ]
     out = windlass("train", *shorter)
     losses = re.findall(r"loss +(\d\.\d+) \(step 1\) -> (\d\.\d+) \(step 14\)", out)

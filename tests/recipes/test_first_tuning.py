@@ -16,12 +16,12 @@ pytest.importorskip("datasets")
 ROOT = Path(__file__).parents[2]
 SHORT = {
     "windlass train ": [
-        "training.max_steps=20",
-        "training.save_steps=20",
+        "training.max_steps=4",
+        "training.save_steps=4",
         "model.config.num_hidden_layers=1",
     ],
     "windlass train first-tuning": [
-        "model=runs/python-docs/checkpoint-20",
+        "model=runs/python-docs/checkpoint-4",
         "training.max_steps=2",
         "training.save_steps=2",
     ],

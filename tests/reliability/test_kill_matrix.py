@@ -9,10 +9,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tests.dist.launch import on_ranks
 from tests.reliability.cases import TRIALS, ZERO_TRIALS, StepsAndScores, Trial
 from tests.reliability.faults import FAULTS, INTERRUPTS, KILLS, LEAVES, Fault
 from tests.reliability.histories import History, Plan, make_clean
-from tests.reliability.kill_matrix import Matrix, matrix_in, memory
+from tests.reliability.kill_matrix import matrix_in, memory
 from tests.trainer.resume_cases import Case
 from tests.zero.needed import needs_deepspeed
 
@@ -32,53 +33,57 @@ _LONG = {group: [f"{group}-{number}" for number in _ALL] for group in _KINDS}
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with (
-        tempfile.TemporaryDirectory(dir=memory(), prefix="windlass-matrix-") as name,
-        matrix_in(Path(name), SEED, 2) as made,
-    ):
-        yield made
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=memory(), prefix="windlass-matrix-") as name:
+        yield Path(name)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("group", _SHORT)
-def test_runs_end_as_if_nothing_had_happened(matrix: Matrix, group: str) -> None:
-    check(matrix, group, _SHORT[group])
+def test_runs_end_as_if_nothing_had_happened(place: Path, group: str) -> None:
+    check(place, group, _SHORT[group])
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("group", _LONG)
-def test_every_case_ends_as_if_nothing_had_happened(matrix: Matrix, group: str) -> None:
+def test_every_case_ends_as_if_nothing_had_happened(place: Path, group: str) -> None:
     """Each is struck five times before it may reach its end, or meets with a fault."""
-    check(matrix, group, _LONG[group])
+    check(place, group, _LONG[group], timeout=3500)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @needs_deepspeed
-def test_runs_under_deepspeed_end_as_if_nothing_had_happened() -> None:
+def test_runs_under_deepspeed_end_as_if_nothing_had_happened(place: Path) -> None:
     """Each case is killed once or twice, or meets with a fault."""
-    with (
-        tempfile.TemporaryDirectory(dir=memory(), prefix="windlass-matrix-") as name,
-        matrix_in(Path(name), SEED, 2, "zero") as made,
-    ):
-        cases = range(len(ZERO_TRIALS))
-        make(made, [f"zero_kill-{number}-2" for number in cases])
-        make(made, [f"zero_fault-{number}" for number in cases[1::2]])
-        assert sum(len(told["struck"]) for told in made.results) >= len(ZERO_TRIALS)
+    cases = range(len(ZERO_TRIALS))
+    kills, faults = [f"zero_kill-{n}-2" for n in cases], [f"zero_fault-{n}" for n in cases[1::2]]
+    results = make(place / "zero", [*kills, *faults], "zero", timeout=3500)
+    assert sum(len(told["struck"]) for told in results) >= len(ZERO_TRIALS)
 
 
-def make(matrix: Matrix, histories: list[str]) -> None:
-    problems: list[str] = []
-    matrix.make(histories, problems.append)
+def make(
+    place: Path, histories: list[str], own: str = "standard", timeout: float = 280
+) -> list[dict[str, Any]]:
+    """Make histories, and return what came of them. They are made in a fork of the process that has imported
+    everything: this one is larger, so that to fork its ranks takes longer.
+    """
+    ((results, problems),) = on_ranks(0, made, place, histories, own, timeout=timeout)
     assert not problems, "\n".join(problems)
+    return [told for told in results if told["name"] in histories]
 
 
-def check(matrix: Matrix, group: str, histories: list[str]) -> None:
-    make(matrix, histories)
-    struck = {kind for told in matrix.results if told["name"] in histories for kind in told["struck"]}
-    missing = set(_KINDS[group]) - struck
+def made(place: Path, histories: list[str], own: str) -> tuple[list[dict[str, Any]], list[str]]:
+    problems: list[str] = []
+    with matrix_in(place, SEED, 2, own) as matrix:
+        matrix.make(histories, problems.append)
+        return matrix.results, problems
+
+
+def check(place: Path, group: str, histories: list[str], timeout: float = 280) -> None:
+    results = make(place, histories, timeout=timeout)
+    missing = set(_KINDS[group]) - {kind for told in results for kind in told["struck"]}
     assert len(missing) <= 1, f"{missing} did not strike"
 
 

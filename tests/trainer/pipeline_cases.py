@@ -49,8 +49,15 @@ class Block(nn.Module):
         super().__init__()
         self.inner = nn.Linear(16, 16)
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states: Tensor) -> Any:
         return states + torch.tanh(self.inner(states))
+
+
+class Pair(Block):
+    """Returns more than its states, as blocks with a cache do."""
+
+    def forward(self, states: Tensor) -> Any:
+        return super().forward(states), None
 
 
 class Plain(nn.Module):
@@ -59,14 +66,14 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(23, 16)
-        self.first, self.second, self.third = Block(), Block(), Block()
+        self.first, self.second, self.third = Pair(), Block(), Block()
         self.head = nn.Linear(16, 23)
         self.dummy_inputs = {"input_ids": torch.arange(6)[None]}
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> dict[str, Tensor]:
-        states = self.third(self.second(self.first(self.table(input_ids)) * 0.5))
+        states = self.third(self.second(self.first(self.table(input_ids))[0] * 0.5))
         logits = self.head(states)
         if labels is None:
             return {"logits": logits}
@@ -80,8 +87,17 @@ class Skipping(Plain):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> dict[str, Tensor]:
         first = self.table(input_ids)
-        logits = self.head(self.third(self.second(self.first(first))) + first)
+        logits = self.head(self.third(self.second(self.first(first)[0])) + first)
         return {"loss": logits.mean(), "logits": logits}
+
+
+class Frozen(Plain):
+    """A stage that begins with its second layer has all that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.table, self.first):
+            part.requires_grad_(False)
 
 
 class Wrapping(Plain):
@@ -133,7 +149,9 @@ def crossed() -> nn.Module:
     return nn.Sequential(nn.Embedding(23, 16), *blocks, nn.Linear(16, 23))
 
 
-_OWN_MODELS = {"plain": Plain, "skipping": Skipping, "averaging": Averaging, "wrapping": Wrapping}
+_OWN_MODELS = {
+    "plain": Plain, "skipping": Skipping, "averaging": Averaging, "frozen": Frozen, "wrapping": Wrapping,
+}  # fmt: skip
 
 
 def made(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import on_ranks
+from tests.dist.launch import failure_on_ranks, on_ranks
 from tests.trainer.small import Net, arguments, rows, weights_hash
 
 from windlass import LossTerms, Trainer, default_data_collator
@@ -290,6 +290,7 @@ def test_ranks_without_a_first_batch_measure_the_loss_with_the_others(tmp_path: 
     for losses, failure in on_ranks(2, on_each_rank, tmp_path):
         assert losses == pytest.approx(alone, rel=1e-6)
         assert failure.endswith("no such sample")
+    assert "OSError: no such sample" in failure_on_ranks(2, sharded, tmp_path)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -339,3 +340,9 @@ def on_each_rank(folder: Path) -> tuple[list[float], str]:
     with pytest.raises((OSError, PeerError)) as caught:
         trainer.evaluate()
     return losses, str(caught.value)
+
+
+def sharded(folder: Path) -> None:
+    """The measurement needs forwards of all ranks, and one cannot read."""
+    args = arguments(folder, fsdp="full_shard", eval_on_start=True, per_device_eval_batch_size=2)
+    Trainer(Net(), args, train_dataset=rows(8), eval_dataset=Unreadable()).train()

@@ -49,7 +49,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.dist
 def test_two_stages_equal_one_process(run: Run) -> None:
-    """The order of forwards and backwards, ties of two stages, a loss of the script's, a model of the script's."""
+    """The order of forwards and backwards, ties of two stages, a loss of the script's, a model of the script's, a stage
+    that is not trained.
+    """
+    named = {**of_schedule("GPipe"), "pp_split_points": ["second"]}
     cases: dict[str, Case] = {
         "one forward, one backward": ("llama", TWO, {}),
         "tied": ("tied", TWO, {}),
@@ -58,7 +61,8 @@ def test_two_stages_equal_one_process(run: Run) -> None:
         "a loss of the script's": ("llama", TWO, {"trainer": "own"}),
         "an adapter": ("adapted tied", TWO, {}),
         "balanced experts": ("balanced", TWO, BALANCED),
-        "a model of the script's": ("plain", {**of_schedule("GPipe"), "pp_split_points": ["second"]}, {}),
+        "a model of the script's": ("plain", named, {}),
+        "a frozen beginning": ("frozen", named, {}),
     }
     check_equal(run, 2, cases)
 

@@ -10,11 +10,13 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from tests.transforms.drawn_spread_ranks import CLOSE, CPU, Net, loss_sum
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan, PipelinePlan, ShardPlan
+from windlass.core.errors import ConfigError
 from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
 from windlass.data.update_batch import UpdateBatch
@@ -169,6 +171,8 @@ def check(seed: int, ranks: Gang) -> None:
                 if parameter.grad is not None:
                     parameter.sub_(RATE * parameter.grad)
         plain.zero_grad()
+    number = torch.tensor(float(ranks.world.rank))
+    assert float(strategy.max_over_ranks(number)) == ranks.world.size - 1, seed
     state, reference = strategy.whole_state(), plain.state_dict()
     if ranks.world.is_main:
         assert state.keys() == reference.keys(), seed
@@ -184,20 +188,38 @@ def check(seed: int, ranks: Gang) -> None:
 class Several(Net):
     """Returns whole numbers, truth values and no elements beside its logits."""
 
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    as_tuple = False
+
+    def forward(self, tokens: Tensor) -> Any:
         logits = super().forward(tokens)
-        return {"logits": logits, "largest": logits.argmax(-1), "positive": logits > 0, "nothing": logits[:0]}
+        found = {
+            "logits": logits,
+            "largest": logits.argmax(-1),
+            "positive": logits > 0,
+            "nothing": logits[:0],
+        }
+        return tuple(found.values()) if self.as_tuple else found
 
 
-def check_outputs(ranks: Gang) -> None:
+def check_outputs(ranks: Gang, as_tuple: bool) -> None:
     torch.manual_seed(0)
     model, tokens = Several(random.Random(6)).double(), torch.arange(4)[None]
-    model.dummy_inputs = {"tokens": tokens}  # type: ignore[assignment]
+    model.as_tuple, model.dummy_inputs = as_tuple, {"tokens": tokens}  # type: ignore[assignment]
     expected = model(tokens)
     strategy = spread(model, DistPlan(pipeline=PipelinePlan(ranks.mesh.pipeline)), ranks, CPU)
     found = strategy.model(tokens=tokens)
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], value) for name, value in expected.items())
+    if as_tuple:
+        assert isinstance(found, tuple)
+    else:
+        assert found.keys() == expected.keys()
+        assert found.logits is found["logits"] is found[0]
+        assert found[:1] == (found.logits,)
+        assert not hasattr(found, "loss")
+        found, expected = found.to_tuple(), tuple(expected.values())
+    assert len(found) == len(expected)
+    assert all(torch.allclose(*pair) for pair in zip(found, expected, strict=True))
+    with pytest.raises(ConfigError, match="bf16_full_eval=True: is not built for weights in the stages"):
+        strategy.cast(torch.bfloat16, CPU)
     strategy.release()
 
 
@@ -214,5 +236,6 @@ def main(first: int, last: int) -> None:
         for seed in range(first, last):
             check(seed, ranks)
         if mesh == Mesh(pipeline=2):
-            check_outputs(ranks)
+            for as_tuple in (False, True):
+                check_outputs(ranks, as_tuple)
         leave()

@@ -60,11 +60,17 @@ def _divided(model: nn.Module, ranks: Gang, positions: bool = True) -> TensorPar
 
 
 def _equal(ranks: Gang) -> None:
-    """Loss and gradients are those of a whole model, in rows that the ranks do not divide evenly too."""
+    """Loss and gradients are those of a whole model, in rows that the ranks do not divide evenly too, after a forward
+    that an error ended between two blocks.
+    """
     for name in ("biased", "norms of heads"):
         plain = _model(name)
         model = copy.deepcopy(plain)
         strategy = _divided(model, ranks)
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            _loss(model, _ids())
+        hook.remove()
         for tokens, options in ((8, {}), (7, {}), (9, {"output_hidden_states": True})):
             ids = _ids(tokens)
             expected = _loss(plain, ids)
@@ -87,6 +93,12 @@ def _equal(ranks: Gang) -> None:
             rows = model.generate(_ids(4), max_new_tokens=3, do_sample=False)
         assert torch.equal(rows, plain.generate(_ids(4), max_new_tokens=3, do_sample=False))
         assert torch.equal(rows, model.generate(_ids(4), max_new_tokens=3, do_sample=False)), "one token each"
+        seen: list[int] = []
+        model.model.layers[1].input_layernorm.register_forward_hook(
+            lambda _, __, out, seen=seen: seen.append(out.shape[1])
+        )
+        model(_ids())
+        assert seen == [TOKENS // 2], "divided again"
 
 
 def _kept(model: nn.Module) -> tuple[int, int]:
@@ -238,6 +250,9 @@ def _refused(ranks: Gang) -> None:
 
     first.__class__ = Summing
     assert "its logits differ" in message(mixed)
+    failing, fails = _model("plain"), iter((False, ranks.world.rank > 0))
+    failing.register_forward_hook(lambda *_: {}["of one rank"] if next(fails) else None)
+    assert "KeyError: 'of one rank'" in message(failing)
     whole_model = _model("plain")
     _divided(whole_model, ranks, positions=False).release()
     assert "stays so" in message(whole_model)

@@ -50,7 +50,7 @@ class Products(Experts):
 
 
 class Mixture(nn.Module):
-    """Two layers; with `alone`, all tokens of the second are sent to its first expert."""
+    """Two layers; with `alone`, all tokens of each are sent to its first expert."""
 
     ep_plan: dict[str, str]
 
@@ -63,9 +63,9 @@ class Mixture(nn.Module):
         self.ep_plan = {"experts.*": "ep_dispatch_experts", "experts.*.up": "grouped_gemm"}
 
     def forward(self, rows: Tensor) -> Tensor:
-        for index, (gate, experts) in enumerate(zip(self.gates, self.experts, strict=True)):
+        for gate, experts in zip(self.gates, self.experts, strict=True):
             weights, chosen = gate(rows).softmax(-1).topk(2)
-            if index and self.alone:
+            if self.alone:
                 chosen = torch.zeros_like(chosen)
             rows = rows + experts(rows, chosen, weights)
         return rows
@@ -143,6 +143,10 @@ def main() -> None:
                 rows = ROWS[: 2 + accelerator.process_index]
                 torch.testing.assert_close(net(rows), expected(rows))
             torch.testing.assert_close(model(ROWS), expected(ROWS))
+        accelerator.free_memory()
+        again = accelerator.prepare(net)
+        with torch.no_grad():
+            torch.testing.assert_close(again(ROWS), expected(ROWS))
         accelerator.free_memory()
         with pytest.raises(ConfigError, match="was divided with ep_size above 1 and stays so"):
             spread(net, DistPlan(), current(), torch.device("cpu"))

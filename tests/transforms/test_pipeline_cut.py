@@ -54,6 +54,25 @@ def test_a_stage_ends_with_the_tensor_that_the_next_begins_with() -> None:
     assert cut.last == ["drop"]
 
 
+def test_borders_follow_the_order_of_the_calls() -> None:
+    """A unit that the forward does not call is the first stage's, which saves it."""
+    model = Decoder(3)
+    model.unused = nn.Linear(4, 4)
+    assert find_cut(model, 2, ["layers.1"], example_of(model))[0].stages[0][-1] == "unused"
+    for points in (["layers.2", "layers.1"], ["layers.1", "unused"]):
+        with pytest.raises(ConfigError, match="in another order, or not at all"):
+            find_cut(model, 3, points, example_of(model))
+
+
+def test_an_example_is_a_tensor_or_arguments() -> None:
+    model, ids = Decoder(2), torch.arange(5)[None]
+    for given in (ids, (ids,)):
+        model.dummy_inputs = given  # type: ignore[assignment]
+        example = example_of(model)
+        assert example == ((ids,), {})
+        assert find_cut(model, 2, (), example)[0].last == ["layers.0"]
+
+
 def test_a_plain_sequence_needs_no_example() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert example_of(model) is None

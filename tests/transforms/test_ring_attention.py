@@ -33,6 +33,13 @@ def test_a_ring_of_one_attends_the_whole_row() -> None:
     assert (got - expected).abs().max() < 1e-12
 
 
+def test_sums_of_few_bits_are_made_in_single_precision() -> None:
+    states = [torch.randn(1, 2, 64, 8).bfloat16() for _ in range(3)]
+    sight = Sight(Zigzag(1, 64))
+    expected = ring_attention(*(state.float() for state in states), sight, None)
+    assert torch.equal(ring_attention(*states, sight, None), expected.bfloat16())
+
+
 def test_gradients_are_those_of_differences() -> None:
     states = [torch.randn(1, 2, 7, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, -1]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from windlass import Accelerator, Trainer, TrainingArguments
 from windlass.config.plan import DistPlan, PipelinePlan, ShardPlan
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import Gang, current
 from windlass.dist.imagined import imagined_job
 from windlass.transforms.strategies import spread
@@ -81,6 +82,21 @@ def test_embeddings_that_ranks_would_train_otherwise_are_refused(
     assert spread(model, DistPlan(), Gang(), torch.device("cpu")).module is model
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("config", SimpleNamespace(is_encoder_decoder=True), "has an encoder and a decoder"),
+        ("peft_config", {"default": SimpleNamespace(is_prompt_learning=True)}, "learns prompts"),
+        ("weight", nn.Parameter(torch.empty(1, device="meta")), "is on the meta device on some processes"),
+    ],
+)
+def test_a_model_that_has_no_stages_is_refused(name: str, value: object, words: str) -> None:
+    model = nn.Linear(1, 1)
+    setattr(model, name, value)
+    with pytest.raises(ConfigError, match=words):
+        spread(model, DistPlan(pipeline=PipelinePlan(2)), Gang(), torch.device("cpu"))
+
+
 # --- what each rank runs ----------------------------------------------------------------------------------------------
 
 
@@ -124,4 +140,9 @@ def main(folder: Path) -> None:
     for plan in (DistPlan(strategy="fsdp", shard=ShardPlan(), expert=2), DistPlan(pipeline=PipelinePlan(2))):
         said = error_of(lambda plan=plan: spread(model, plan, current(), torch.device("cpu")))  # type: ignore[misc]
         assert "was divided with fsdp=True and stays so; set that, or build it again" in said, said
+    uneven = nn.Sequential(nn.Linear(4, 4 + accelerator.process_index))
+    uneven.tp_plan = {"0": "colwise"}  # type: ignore[assignment]
+    for plan in (DistPlan(tensor=2), DistPlan(expert=2), DistPlan(pipeline=PipelinePlan(2))):
+        with pytest.raises(ModelError, match="differs from rank 0's"):
+            spread(uneven, plan, current(), torch.device("cpu"))
     assert torch.distributed.is_initialized()

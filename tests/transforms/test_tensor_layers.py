@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from tests.dist.launch import on_ranks
+from tests.transforms.test_expert_layers import ROWS, Mixture, loss_of
 from torch import Tensor, nn
 
 from windlass.core.mesh import Mesh
@@ -17,6 +18,7 @@ from windlass.core.world import world_from_environment
 from windlass.dist.gang import join, leave
 from windlass.dist.sharded import whole
 from windlass.transforms.tensor_parallel import TensorParallel
+from windlass.transforms.tensor_plan import EXPERTS
 
 pytest.importorskip("transformers")
 
@@ -88,11 +90,25 @@ def _check(name: str, ranks: Any, positions: bool) -> None:
     assert (_loss(model, ids) - expected).abs() < limit, (name, "divided again")
 
 
+def _check_experts(ranks: Any) -> None:
+    """A rank whose experts get no token has zeros as their gradients, as one process has."""
+    plain = Mixture(alone=True).double()
+    model = copy.deepcopy(plain)
+    model.tp_plan = {"experts.*": EXPERTS}  # type: ignore[assignment]
+    strategy = TensorParallel(model, ranks, torch.device("cpu"))
+    loss_of(plain, ROWS).backward()
+    with strategy.micro(last=True):
+        loss_of(model, ROWS).backward()
+    for (path, parameter), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter.grad), wanted.grad, msg=path)
+
+
 def main(names: list[str]) -> None:
     ranks = join(world_from_environment(), torch.device("cpu"), mesh=Mesh(tensor=2)).over("loss")
     for name in names:
         _check(name, ranks, positions=False)
         if name in ("gptj", "bloom"):  # OPT makes its rows flat in between, and the others have an encoder
             _check(name, ranks, positions=True)
+    _check_experts(ranks)
     dist.barrier()
     leave()

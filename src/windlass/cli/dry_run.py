@@ -14,6 +14,7 @@ import torch
 
 from windlass.assemble.resolve import resolve_cadence
 from windlass.callbacks.progress import PrinterCallback
+from windlass.callbacks.report import ReportCallback
 from windlass.checkpoint.remote import check_remote
 from windlass.cli.command_line import amount, in_words
 from windlass.cli.screen import describe_run, duration
@@ -139,9 +140,12 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
 
 
 def _open(recipe: Recipe, parts: RecipeParts, args: TrainingArguments, clock: StepClock) -> Any:
-    """Return a trainer without lines of progress."""
+    """Return a trainer without lines of progress and without a report, which would be removed with the folder: to draw
+    its picture takes longer than the updates.
+    """
     trainer: Any = TASKS[recipe.task].open_trainer(parts, args)
     trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ReportCallback)
     trainer.add_callback(clock)
     return trainer
 

@@ -192,11 +192,7 @@ class Evaluator:
             stack.enter_context(preserved_rng(self._session.device))
             meets = self._meets_at_batches(evaluation)
             shared = meets or (isinstance(loader, DealtLoader) and loader.must_go_in_step)
-            alone = not (shared or evaluation.in_step)
-            # Below the watch: a rank without a batch would exchange signals while the others measure.
-            batches = self._measured(batches, evaluation.label_names, hooks, reads_alone=alone)
-            if self._watch is not None:
-                batches = stack.enter_context(contextlib.closing(self._watch(batches, meets)))
+            batches = self._watched(batches, evaluation, hooks, stack, shared)
             return evaluation_loop(
                 noted(batches),
                 replace(evaluation, predict=predict),
@@ -204,6 +200,26 @@ class Evaluator:
                 reading_is_collective=shared,
                 on_batch=after_batch,
             )
+
+    def _watched(
+        self,
+        batches: Iterable[Placed],
+        evaluation: Evaluation,
+        hooks: LossHooks,
+        stack: contextlib.ExitStack,
+        shared: bool,
+    ) -> Iterable[Placed]:
+        """The batches, the first of them measured, which pass the watch of a run. `shared`: reading is collective."""
+        alone = not (shared or evaluation.in_step)
+        measured = functools.partial(
+            self._measured, label_names=evaluation.label_names, hooks=hooks, reads_alone=alone
+        )
+        # A rank that reads alone may have no batch: it would exchange signals while the others measure.
+        batches = measured(batches) if alone else batches
+        if self._watch is not None:
+            meets = self._meets_at_batches(evaluation)
+            batches = stack.enter_context(contextlib.closing(self._watch(batches, meets)))
+        return batches if alone else measured(batches)
 
     def _placed(self, loader: Any, evaluation: Evaluation) -> Iterable[Placed]:
         """A loader's batches with the dataset positions of their samples; unknown for a script's own loaders.
