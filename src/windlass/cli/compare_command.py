@@ -287,7 +287,7 @@ def _rows(
         yield "rows", str(counts[0]), str(counts[1]), _apart(found.get("rows"))
     else:
         yield "rows", "-", "-", "not seen: parts of the model are called, or it is in evaluation mode"
-    for name, key in (("learning rate", "rates"), ("loss", "loss"), ("gradient norm", "norm")):
+    for name, key in (("learning rate", "rates"), ("loss", "loss"), ("clipped norm", "norm")):
         last = [
             _number(update[key][0] if key == "rates" and update[key] else update[key]) for update in pairs[-1]
         ]
