@@ -15,7 +15,9 @@ from tests.zero.runs import Net
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator
+from windlass.core.errors import ConfigError
 from windlass.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from windlass.zero.library import make_schedule
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 FILE = {
@@ -60,6 +62,17 @@ def make(kind: str, folder: Path) -> tuple[Accelerator, Any, Any, Any, Any]:
         # As DeepSpeed's WarmupLR, whose first two updates have the least rate.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(max(step - 1, 0) / 3, 1.0))
     return accelerator, *accelerator.prepare(model, optimizer, schedule, data())
+
+
+def refused_options() -> list[str]:
+    """What is said of schedules with an option that they do not have, and without one that they need."""
+    optimizer, said = torch.optim.SGD(Net().parameters(), lr=0.1), []
+    for kind, options in (("WarmupLR", {"warmup_steps": 3}), ("WarmupCosineLR", {"warmup_num_steps": 3})):
+        try:
+            make_schedule(optimizer, {"type": kind, "params": options})
+        except ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def train(parts: tuple[Any, ...], updates: int, clips: bool) -> tuple[list[float], list[float]]:

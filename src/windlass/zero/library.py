@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.deepspeed import file_folders, has_param_files, precision_of
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse, unknown
 from windlass.core.optional import require
 from windlass.dist.device_mesh import export_local_rank, open_group_of_one
 from windlass.dist.flat import FlatParts, divided
@@ -354,10 +355,25 @@ class ZeroEngine:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) -> Any:
-    """A schedule of DeepSpeed by its name and its options: `{"type": "WarmupLR", "params": {...}}`."""
+    """A schedule of DeepSpeed by its name and its options: `{"type": "WarmupLR", "params": {...}}`. Raises ConfigError
+    for an option that it does not have, and for one that it needs and that is not there.
+    """
     load_library()
     schedules = require("deepspeed.runtime.lr_schedules", "use its schedules")
-    return getattr(schedules, section["type"])(optimizer, **section.get("params", {}))
+    kind, given = getattr(schedules, section["type"]), section.get("params", {})
+    _, *options = inspect.signature(kind).parameters.values()  # the first one is the optimizer
+    place, name = "deepspeed.scheduler.params.{}".format, kind.__name__
+    refuse(
+        [
+            *unknown(given, [option.name for option in options], place, f"{name} has no such option"),
+            *(
+                Problem(place(option.name), None, f"must be set: {name} needs it")
+                for option in options
+                if option.default is option.empty and option.name not in given
+            ),
+        ]
+    )
+    return kind(optimizer, **given)
 
 
 def is_divided(module: nn.Module) -> bool:
