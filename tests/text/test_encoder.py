@@ -133,6 +133,18 @@ def test_first_turns_end_as_former_ones_do(template: str, turns: list[str]) -> N
     assert [text[slice(*span)] for span in spans] == turns
 
 
+def test_a_template_may_end_with_a_line_break_and_ask_for_keys() -> None:
+    """Jinja leaves out such a line break, and a key without a value is not there."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if 'name' in m %}{{ m.name }}: {% endif %}{{ m.content }}<|end|>"
+        "{% endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}\n"
+    )
+    asked, answered = chat("a", "b")
+    text, spans = ChatTemplate(byte_tokenizer(template)).text_and_spans([{**asked, "name": None}, answered])
+    assert text == "<|user|>a<|end|><|assistant|>b<|end|>"
+    assert [text[slice(*span)] for span in spans] == ["b<|end|>"]
+
+
 @pytest.mark.parametrize("end", ["inside", "outside"])
 def test_a_template_that_does_not_train_the_end_of_a_turn_is_warned_of(
     end: str, caplog: pytest.LogCaptureFixture

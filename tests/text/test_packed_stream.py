@@ -113,6 +113,8 @@ def test_few_rows_stay_open() -> None:
     stream = PackedStream(Documents([5] * 10), 8, open_rows=2)
     next(iter(stream))
     assert len(stream.state_dict()["open"]) == 2
+    first = next(iter(PackedStream(Documents([4, 7, 6]), 8, open_rows=2)))
+    assert first["seq_lengths"].tolist() == [7], "the fullest row leaves, which wastes least"
 
 
 def test_epochs_reach_the_documents() -> None:

@@ -148,6 +148,8 @@ def test_nothing_is_packed_of_an_empty_dataset() -> None:
     dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2]]})
     packed = pack_dataset(datasets.DatasetDict({"train": dataset.select([]), "test": dataset}), 4)
     assert (len(packed["train"]), packed["test"][:]) == (0, {"input_ids": [[1, 2]], "seq_lengths": [[1, 1]]})
+    nulls = pack_dataset(datasets.Dataset.from_dict({"input_ids": [[1], None, [2]]}), 4)
+    assert nulls[:] == {"input_ids": [[1, 2]], "seq_lengths": [[1, 1]]}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
