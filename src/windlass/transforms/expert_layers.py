@@ -38,9 +38,9 @@ class DividedExperts(nn.Module):
         route = Routes.of if self.loss_ranks.exists else Routes.even
         parts = [self.get_parameter(name) for name in self.expert_names]
         routes = route(chosen, len(mine(parts[0])), self.expert_group)
-        # Every rank must take part in the backward of all exchanges, even one that received no token.
-        trained = hidden_states.requires_grad or any(part.requires_grad for part in parts)
-        anchor = torch.zeros((), requires_grad=trained and torch.is_grad_enabled())
+        # Every rank must take part in the backward of all exchanges, even one that received no token: this carries a
+        # gradient from the second one to the parameters.
+        anchor = torch.zeros(())
         # A token is sent once for each of its experts.
         sent = hidden_states.reshape(-1, width)[routes.order // count]
         made = received = routes.exchange(sent, anchor, back=False)
