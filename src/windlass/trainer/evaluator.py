@@ -158,12 +158,14 @@ class Evaluator:
 
         def noted(batches: Iterable[Placed]) -> Iterator[Placed]:
             nonlocal current
-            for ids, batch in batches:
-                self.filling = evaluation.strategy.filling = ids is None
-                current = Fed("evaluation", batch, ids or ())
-                if self._faults.checks_ahead:
-                    self._faults.check(current)
-                yield ids, batch
+            # A watch answers the other ranks when it is closed, which comes before an error is reported.
+            with closing_if_possible(batches):
+                for ids, batch in batches:
+                    self.filling = evaluation.strategy.filling = ids is None
+                    current = Fed("evaluation", batch, ids or ())
+                    if self._faults.checks_ahead:
+                        self._faults.check(current)
+                    yield ids, batch
 
         def predict(batch: Any) -> tuple[Any, Any, Any]:
             # Before the step, which may take labels out of the batch.
@@ -192,7 +194,7 @@ class Evaluator:
             stack.enter_context(preserved_rng(self._session.device))
             meets = self._meets_at_batches(evaluation)
             shared = meets or (isinstance(loader, DealtLoader) and loader.must_go_in_step)
-            batches = self._watched(batches, evaluation, hooks, stack, shared)
+            batches = self._watched(batches, evaluation, hooks, shared)
             return evaluation_loop(
                 noted(batches),
                 replace(evaluation, predict=predict),
@@ -206,7 +208,6 @@ class Evaluator:
         batches: Iterable[Placed],
         evaluation: Evaluation,
         hooks: LossHooks,
-        stack: contextlib.ExitStack,
         shared: bool,
     ) -> Iterable[Placed]:
         """The batches, the first of them measured, which pass the watch of a run. `shared`: reading is collective."""
@@ -218,7 +219,7 @@ class Evaluator:
         batches = measured(batches) if alone else batches
         if self._watch is not None:
             meets = self._meets_at_batches(evaluation)
-            batches = stack.enter_context(contextlib.closing(self._watch(batches, meets)))
+            batches = self._watch(batches, meets)
         return batches if alone else measured(batches)
 
     def _placed(self, loader: Any, evaluation: Evaluation) -> Iterable[Placed]:
