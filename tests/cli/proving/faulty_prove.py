@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from windlass.transforms.linear_exchange import exchange, same
+
 FAULTS: dict[str, Callable[[], None]] = {}
 
 
@@ -28,17 +30,17 @@ def fault(plant: Callable[[], None]) -> Callable[[], None]:
 @fault
 def missing_sum_of_outputs() -> None:
     """A layer that is divided by columns of its input returns this rank's product."""
-    from windlass.transforms import tensor_split
+    from windlass.transforms import tensor_layers
 
-    tensor_split._Summed.forward = staticmethod(lambda ctx, part, group: part.clone())  # type: ignore[assignment]
+    tensor_layers.summed = lambda part, split: exchange(part, same, same)
 
 
 @fault
 def missing_sum_of_input_gradients() -> None:
     """The gradient of a divided layer's input is that of this rank's outputs."""
-    from windlass.transforms import tensor_split
+    from windlass.transforms import tensor_layers
 
-    tensor_split._Copied.backward = staticmethod(lambda ctx, gradient: (gradient, None))  # type: ignore[assignment]
+    tensor_layers.copied = lambda states, split: exchange(states, same, same)
 
 
 @fault
@@ -105,7 +107,7 @@ def norm_of_a_shard() -> None:
     """The norm is that of this rank's parts."""
     from windlass.transforms.tensor_parallel import TensorParallel
 
-    TensorParallel.norm_of = lambda self, square: square.sqrt()  # type: ignore[method-assign]
+    TensorParallel._sum_of_norm = lambda self, square: square  # type: ignore[method-assign]
 
 
 @fault
@@ -217,9 +219,11 @@ def doubled_balancing_loss() -> None:
 @fault
 def sum_of_parts_not_multiplied() -> None:
     """Gradients of parts are averaged where they must be added."""
-    from windlass.transforms import context
+    from windlass.transforms.context import DividedForwards
 
-    context._SumOfParts.backward = staticmethod(lambda ctx, gradient: (gradient, None))  # type: ignore[assignment]
+    DividedForwards._sum = lambda self, share: exchange(  # type: ignore[method-assign]
+        share, lambda part: self._ranks.sum_on_device(part.clone()), same
+    )
 
 
 @fault
