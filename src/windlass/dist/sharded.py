@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import add, sub
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from windlass.dist.flat import FlatParts, InParts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+T = TypeVar("T", bound=Tensor)
 
 
 class Absent(nn.Parameter):
@@ -38,7 +40,7 @@ def absent_like(parameter: nn.Parameter, device: torch.device) -> Absent:
     return Absent(one.expand(parameter.shape), parameter.requires_grad)
 
 
-def present(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def present(parameters: Iterable[T]) -> list[T]:
     """The parameters that this rank holds, or holds a part of."""
     return [parameter for parameter in parameters if not isinstance(parameter, Absent)]
 

@@ -14,7 +14,7 @@ from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
 from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.tensors import is_dense
-from windlass.dist.sharded import Absent
+from windlass.dist.sharded import present
 from windlass.optim.optimizers.adafactor import adafactor
 from windlass.optim.optimizers.adalomo import adalomo
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
@@ -139,12 +139,9 @@ def _fused_fits(parameters: Iterable[torch.Tensor]) -> bool:
     # Those of `torch.utils._foreach_utils._get_fused_kernels_supported_devices` but for plugins' devices, whose
     # kernels are not known here: on a device without one torch raises an error.
     devices = {"cpu", "cuda", "xpu", "mps", "hpu", "mtia"}
-    # Kernels read parameters with gaps, such as a slice of another tensor, without these. Parameters of other stages of
-    # a pipeline they never read.
+    # Kernels read parameters with gaps, such as a slice of another tensor, without these.
     return all(
-        p.device.type in devices and p.is_floating_point() and is_dense(p)
-        for p in parameters
-        if not isinstance(p, Absent)
+        p.device.type in devices and p.is_floating_point() and is_dense(p) for p in present(parameters)
     )
 
 

@@ -194,7 +194,7 @@ class Evaluator:
             stack.enter_context(preserved_rng(self._session.device))
             meets = self._meets_at_batches(evaluation)
             shared = meets or (isinstance(loader, DealtLoader) and loader.must_go_in_step)
-            batches = self._watched(batches, evaluation, hooks, shared)
+            batches = self._watched(batches, evaluation, hooks, meets=meets, shared=shared)
             return evaluation_loop(
                 noted(batches),
                 replace(evaluation, predict=predict),
@@ -208,9 +208,16 @@ class Evaluator:
         batches: Iterable[Placed],
         evaluation: Evaluation,
         hooks: LossHooks,
+        *,
+        meets: bool,
         shared: bool,
     ) -> Iterable[Placed]:
-        """The batches, the first of them measured, which pass the watch of a run. `shared`: reading is collective."""
+        """The batches, the first of them measured, which pass the watch of a run.
+
+        Args:
+            meets: as of `_meets_at_batches`.
+            shared: reading is collective.
+        """
         alone = not (shared or evaluation.in_step)
         measured = functools.partial(
             self._measured, label_names=evaluation.label_names, hooks=hooks, reads_alone=alone
@@ -218,7 +225,6 @@ class Evaluator:
         # A rank that reads alone may have no batch: it would exchange signals while the others measure.
         batches = measured(batches) if alone else batches
         if self._watch is not None:
-            meets = self._meets_at_batches(evaluation)
             batches = self._watch(batches, meets)
         return batches if alone else measured(batches)
 
