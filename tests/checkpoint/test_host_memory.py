@@ -88,6 +88,13 @@ def test_any_strides_and_dtypes_are_copied_as_they_are() -> None:
     assert taken.weights[FILE]["m"].is_contiguous()
 
 
+def test_another_dtype_is_not_copied_into_the_memory_of_the_first() -> None:
+    memory = HostMemory(CPU)
+    for dtype in (torch.float32, torch.int64):
+        taken, _ = memory.snapshot(Content(weights={FILE: {"w": torch.tensor([7], dtype=dtype)}}))
+        assert taken.weights[FILE]["w"].dtype == dtype
+
+
 def test_what_cannot_be_saved_is_found_when_it_is_copied() -> None:
     with pytest.raises(CheckpointError, match="'hook'"):
         HostMemory(CPU).snapshot(Content(shared={"callback": {"hook": lambda: 0}}))
