@@ -51,7 +51,7 @@ class ZeroEngines:
             if isinstance(item, DummyOptim) and "optimizer" not in config:
                 fix = "represents the optimizer of a DeepSpeed configuration, which has none; pass a real one"
                 raise ConfigError(Problem("DummyOptim", None, fix))
-            # What an earlier call made of a placeholder stands for it.
+            # An earlier call may have made it of a placeholder.
             prepared = isinstance(item, PreparedOptimizer) and not item.is_free
             if isinstance(item, torch.optim.Optimizer) and not prepared and "optimizer" in config:
                 raise ConfigError(self._both("optimizer", item, "DummyOptim"))
