@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import pytest
 import torch
@@ -44,6 +45,27 @@ def share_of(normaliser: UpdateNormaliser) -> float:
     return float(normaliser.share)
 
 
+class Taking:
+    """In the place of an executor: it keeps the loss that it is given."""
+
+    loss: Tensor
+
+    def backward(self, loss: Tensor) -> None:
+        self.loss = loss
+
+    def backward_aux(self, loss: Tensor) -> None:
+        """A gradient of its own is not looked at here."""
+
+    add_aux = backward_aux
+
+
+def taken(normaliser: UpdateNormaliser, loss: Tensor | LossTerms) -> Tensor:
+    """The scalar that an executor is given for `loss`: this rank's share times the number of ranks."""
+    executor: Any = Taking()
+    normaliser.backward(loss, executor)
+    return cast(Tensor, executor.loss)
+
+
 @given(ranks=updates, meaning=st.sampled_from(Meaning))
 def test_shares_add_up_to_the_mean_of_the_update(ranks: list[list[list[float]]], meaning: Meaning) -> None:
     everything = [value for rank in ranks for micro in rank for value in micro]
@@ -54,7 +76,7 @@ def test_shares_add_up_to_the_mean_of_the_update(ranks: list[list[list[float]]],
         update = update_of(count, *map(len, rank))
         for index, micro in enumerate(rank):
             normaliser.scope(update, index)
-            given_to_backward = normaliser.apply(as_returned(meaning, micro, count, world))
+            given_to_backward = taken(normaliser, as_returned(meaning, micro, count, world))
             shares += share_of(normaliser)
             handed += float(given_to_backward) / world  # strategies average over ranks
     expected = math.fsum(everything) / count
@@ -76,8 +98,9 @@ def test_terms_add_up_once_rescaled(ranks: list[list[list[float]]], weight: floa
         for index, micro in enumerate(rank):
             normaliser.scope(update, index)
             value = torch.tensor(micro, dtype=torch.float64).sum() * weight
-            normaliser.apply(
-                LossTerms(value, weight * len(micro), {"aux": torch.tensor(2.0, dtype=torch.float64)})
+            taken(
+                normaliser,
+                LossTerms(value, weight * len(micro), {"aux": torch.tensor(2.0, dtype=torch.float64)}),
             )
             shares += share_of(normaliser)
         auxiliary += float(normaliser.parts["aux"])
@@ -93,7 +116,7 @@ def test_what_is_logged_of_a_narrow_loss_is_added_up_in_single_precision() -> No
     total = torch.zeros(())
     for index, value in enumerate((256.0, 1.0)):
         normaliser.scope(update, index)
-        normaliser.apply(torch.tensor(value, dtype=torch.bfloat16))
+        taken(normaliser, torch.tensor(value, dtype=torch.bfloat16))
         assert normaliser.share is not None
         total = total + normaliser.share
     assert (normaliser.share.dtype, total.dtype, float(total)) == (torch.float32, torch.float32, 128.5)
@@ -105,12 +128,12 @@ def test_a_filler_weighs_nothing(meaning: Meaning, loss: float) -> None:
     normaliser, update = UpdateNormaliser(2, meaning), update_of(4.0, 0.0, samples=0, everywhere=4)
     normaliser.scope(update, 0)
     parameter = torch.tensor(loss, requires_grad=True)
-    normaliser.apply(parameter).backward()
+    taken(normaliser, parameter).backward()
     assert share_of(normaliser) == 0.0
     assert parameter.grad is not None
     assert float(parameter.grad) == 0.0
     normaliser.scope(update, 0)
-    normaliser.apply(LossTerms(torch.tensor(loss), 3.0, {"aux": torch.tensor(loss)}))
+    taken(normaliser, LossTerms(torch.tensor(loss), 3.0, {"aux": torch.tensor(loss)}))
     assert share_of(normaliser) == 0.0
     assert float(normaliser.weight) == 0.0  # type: ignore[arg-type]
 
@@ -121,7 +144,7 @@ def test_a_mean_over_no_targets_is_nan_but_its_share_is_zero() -> None:
     assert math.isnan(loss.item())
     normaliser = UpdateNormaliser(1)
     normaliser.scope(update_of(6.0, 0.0), 0)
-    normaliser.apply(loss).backward()
+    taken(normaliser, loss).backward()
     assert share_of(normaliser) == 0.0
     assert logits.grad is not None
     assert not logits.grad.any(), "a NaN loss of weight zero must leave the gradients at zero"
@@ -139,8 +162,8 @@ def test_several_backwards_of_one_step_are_added() -> None:
     normaliser = UpdateNormaliser(1)
     normaliser.scope(update_of(4.0, 2.0), 0)
     assert normaliser.share is None
-    normaliser.apply(torch.tensor(1.0))
-    normaliser.apply(torch.tensor(3.0))
+    taken(normaliser, torch.tensor(1.0))
+    taken(normaliser, torch.tensor(3.0))
     assert share_of(normaliser) == 2.0
 
 
@@ -148,7 +171,7 @@ def test_parts_do_not_leak_into_the_next_update() -> None:
     normaliser = UpdateNormaliser(1)
     for _ in range(2):
         normaliser.scope(update_of(2.0, 2.0), 0)
-        normaliser.apply(LossTerms(torch.tensor(1.0), 2.0, {"aux": torch.tensor(3.0)}))
+        taken(normaliser, LossTerms(torch.tensor(1.0), 2.0, {"aux": torch.tensor(3.0)}))
         assert float(normaliser.parts["aux"]) == 3.0
         assert float(normaliser.weight) == 2.0  # type: ignore[arg-type]
 
@@ -196,12 +219,12 @@ def test_what_an_update_of_a_run_must_not_mix() -> None:
         normaliser = UpdateNormaliser(1)
         update = update_of(2.0, 1.0, 1.0)
         normaliser.scope(update, 0)
-        normaliser.apply(one)
+        taken(normaliser, one)
         normaliser.scope(update, 1)
         with pytest.raises(ModelError, match="one update was given LossTerms"):
-            normaliser.apply(other)
+            taken(normaliser, other)
         normaliser.scope(update_of(2.0, 2.0), 0)
-        normaliser.apply(other)  # another update may be of the other kind
+        taken(normaliser, other)  # another update may be of the other kind
 
 
 def test_what_a_loop_must_not_mix() -> None:

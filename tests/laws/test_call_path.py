@@ -10,7 +10,7 @@ import sys
 import pytest
 from tests.laws.source import ROOT
 
-UPDATE_FILES, UPDATE_CALLS = 30, 86
+UPDATE_FILES, UPDATE_CALLS = 30, 85
 SAVE_FILES = 45
 
 

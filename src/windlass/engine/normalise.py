@@ -35,7 +35,7 @@ class Meaning(Enum):
 
 
 class Normaliser:
-    """Scales the losses of micro-batches for backward. Subclasses are its two modes, and define `_plain` and `_terms`.
+    """Scales the losses of micro-batches for backward. Subclasses are its two modes.
 
     The weight of an update's `LossTerms` is complete only with its last micro-batch. Until then an estimate is used,
     and the gradients are corrected once.
@@ -51,16 +51,6 @@ class Normaliser:
     def __init__(self, ranks: int, sum_on_device: Callable[[Tensor], Tensor] = lambda value: value) -> None:
         self.ranks, self._sum_on_device = ranks, sum_on_device
         self.weight: Tensor | None = None
-
-    def apply(self, loss: Tensor | LossTerms) -> Tensor:
-        """The scalar to run backward on: this rank's share times the number of ranks."""
-        return self._terms(loss) if isinstance(loss, LossTerms) else self._plain(loss)
-
-    def _plain(self, loss: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _terms(self, terms: LossTerms) -> Tensor:
-        raise NotImplementedError
 
     def _add_weight(self, terms: LossTerms, filler: bool) -> None:
         """Add the weight of a micro-batch; 0 for a filler. Never waits for the device."""
@@ -85,7 +75,7 @@ class Normaliser:
 class UpdateNormaliser(Normaliser):
     """The mode of a run, whose updates are counted before their first backward; sums this rank's shares.
 
-    `scope` starts a micro-batch, `apply` maps the loss that the user's code passes to backward.
+    `scope` starts a micro-batch, `backward` takes the loss that the user's code passes to `accelerator.backward`.
 
     Attributes:
         meaning: of a plain loss.
@@ -140,7 +130,11 @@ class UpdateNormaliser(Normaliser):
         """Compute the gradients of a micro-batch's loss; `options` are those of `Tensor.backward`."""
         for watch in self.watchers:
             watch(loss)
-        scaled = self.apply(loss)
+        scaled = self._terms(loss) if isinstance(loss, LossTerms) else self._plain(loss)
+        share = _account(scaled, self.ranks)
+        if self.last and self._waiting is not None:
+            share, self._waiting = share + self._waiting * self.correction, None
+        self.share = share if self.share is None else self.share + share
         if self.parts:
             # Auxiliary terms of all micro-batches but the last have a backward of their own; see `_auxiliary`.
             aux, self._aux_loss = self._aux_loss, None
@@ -149,14 +143,6 @@ class UpdateNormaliser(Normaliser):
             elif self.last:
                 executor.add_aux(self.correction)
         executor.backward(scaled, **options)
-
-    def apply(self, loss: Tensor | LossTerms) -> Tensor:
-        scaled = self._terms(loss) if isinstance(loss, LossTerms) else self._plain(loss)
-        share = _account(scaled, self.ranks)
-        if self.last and self._waiting is not None:
-            share, self._waiting = share + self._waiting * self.correction, None
-        self.share = share if self.share is None else self.share + share
-        return scaled
 
     def _plain(self, loss: Tensor) -> Tensor:
         if self.weight is not None:
@@ -257,6 +243,10 @@ class LoopNormaliser(Normaliser):
 
     def scope(self, micro: MicroBatch) -> None:
         self._micro = micro
+
+    def apply(self, loss: Tensor | LossTerms) -> Tensor:
+        """The scalar to run backward on: this rank's share times the number of ranks."""
+        return self._terms(loss) if isinstance(loss, LossTerms) else self._plain(loss)
 
     def correction(self) -> Tensor | None:
         """The factor that makes the gradients those of the true weight, once they are complete; None if they are.
