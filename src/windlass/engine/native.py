@@ -88,7 +88,7 @@ class NativeExecutor:
 
         Raises ModelError if code outside the model made it from parameters of which this rank has a part.
         """
-        if is_sharded(loss):
+        if self.strategy.sharded and is_sharded(loss):
             # PyTorch mixes it with the other losses, and fails in the backward, at an operation of its own.
             raise ModelError(_OF_PARTS)
         scaled = self._scaler.scale(loss) if self._scaler.active else loss
