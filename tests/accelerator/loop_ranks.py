@@ -166,8 +166,9 @@ def unfrozen() -> None:
             optimizer.add_param_group({"params": list(model.late.parameters())})
         model.requires_grad_(True)
         accelerator.backward(prepared(x).sum())
-        with pytest.raises(ModelError, match="frozen when the run began, or were added since"):
-            optimizer.step()
+        for closure in (None, lambda: 0.0):
+            with pytest.raises(ModelError, match="frozen when the run began, or were added since"):
+                optimizer.step(closure)
         accelerator.free_memory()
 
 
@@ -175,11 +176,12 @@ def stray_optimizer() -> None:
     accelerator = make(False)
     model, optimizer = accelerator.prepare(tiny(), torch.optim.SGD(tiny().parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(2, 6, dtype=torch.float64)).sum())
-    with pytest.raises(
-        ModelError,
-        match=r"SGD that was prepared updates 4 tensor\(s\) that are no parameter of a prepared model",
-    ):
-        optimizer.step()
+    for closure in (None, lambda: 0.0):
+        with pytest.raises(
+            ModelError,
+            match=r"SGD that was prepared updates 4 tensor\(s\) that are no parameter of a prepared model",
+        ):
+            optimizer.step(closure)
 
 
 def late_optimizer() -> None:

@@ -205,6 +205,16 @@ def test_what_a_script_removes_from_the_private_lists_is_not_saved(way: str, tmp
     assert not torch.equal(dropped.weight, before)
 
 
+def test_the_optimizer_of_a_removed_model_does_not_get_the_parameters_of_the_next() -> None:
+    accelerator, models = Accelerator(cpu=True), [nn.Linear(2, 2) for _ in range(3)]
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models[:2])
+    _, prepared, _ = accelerator.prepare(models[0], first, models[1])
+    del accelerator._models[0]
+    accelerator.prepare(models[2], second)
+    for model, optimizer in zip(models, (prepared, second), strict=False):
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
 def test_a_model_that_was_not_prepared_is_not_listed() -> None:
     accelerator = Accelerator(cpu=True)
     for change in (accelerator._models.append, lambda model: setattr(accelerator, "_models", [model])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import threading
 import time
@@ -416,14 +417,17 @@ def test_what_hooks_write_is_part_of_the_checkpoint(tmp_path: Path) -> None:
 
     def save(models: list[nn.Module], states: list[Any], folder: str) -> None:
         (Path(folder) / "deep" / "er").mkdir(parents=True)
-        (Path(folder) / "deep" / "er" / "own.txt").write_text("own")
+        for name in names:
+            (Path(folder) / name).write_text("own")
 
+    # Two of them as if they were files of ranks.
+    names = ["deep/er/own.txt", "ema-rank-00001.safetensors", "rank-00001.json"]
     handle = accelerator.register_save_state_pre_hook(save)
     for background in (False, True):
         folder = Path(accelerator.save_state(tmp_path / "state", background=background))
         accelerator.wait_for_everyone()
-        assert (folder / "deep" / "er" / "own.txt").read_text() == "own"
-        assert "deep/er/own.txt" in (folder / "manifest.json").read_text()
+        listed = json.loads((folder / "manifest.json").read_text())["files"]
+        assert [(folder / name).read_text() for name in names if name in listed] == ["own"] * 3
         assert [path.name for path in tmp_path.iterdir()] == ["state"]
         shutil.rmtree(folder)
     handle.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -196,6 +197,7 @@ def shares(state: PartialState, peer: Any) -> None:
         tuple(range(4)),
         torch.arange(8).reshape(4, 2),
         {"x": [1, 2, 3, 4], "y": torch.arange(4)},
+        defaultdict(list, {"x": [1, 2, 3, 4]}),
     )
     for given in inputs:
         assert_same(part_of(state, given), part_of(peer, copy.copy(given)))
@@ -209,8 +211,9 @@ def shares(state: PartialState, peer: Any) -> None:
     assert kept == {"x": [1, 2, 3]}, "what was given is left as it was"
     with pytest.raises(DataError, match="one length"):
         part_of(state, {"x": [1], "y": [1, 2]})
-    with pytest.raises(DataError, match="range cannot be split"):
-        part_of(state, range(5))
+    for other in (range(5), iter([1]), {"x": 5}):
+        with pytest.raises(DataError, match=r"a (range|list_iterator|int) cannot be split"):
+            part_of(state, other)
 
 
 def order(state: PartialState) -> None:

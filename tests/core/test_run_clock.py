@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -130,6 +131,19 @@ def test_a_session_begins_once_and_is_claimed_once() -> None:
     assert clock.begin()
     assert clock.claim()
     assert clock.read().elapsed == 0.0
+
+
+def test_a_session_of_another_thread_is_said_not_to_be_repeatable(caplog: pytest.LogCaptureFixture) -> None:
+    _, clock = started()
+    assert not clock.begin()
+    assert not caplog.records, "of a callback, on the thread of the run"
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(clock.begin).result()
+        assert "another thread of this process trains at the same time" in caplog.text
+        caplog.clear()
+        clock.end()
+        assert pool.submit(clock.begin).result()
+    assert not caplog.records
 
 
 def test_a_copy_of_a_moment_is_its_time() -> None:

@@ -77,7 +77,7 @@ def warm_up() -> None:
     # How files name the weights of every model, which is computed at the first save.
     transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")
     # Each takes longer than a small training.
-    for optional in ("datasets", "matplotlib.figure", "peft", "pytest"):
+    for optional in ("datasets", "matplotlib.backends.backend_agg", "matplotlib.figure", "peft", "pytest"):
         with contextlib.suppress(ImportError):
             importlib.import_module(optional)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1

@@ -211,14 +211,26 @@ class Executors:
             )
         if self.scaler.active:
             raise ModelError("an optimizer that takes a closure cannot run in fp16; use bf16 or fp32")
-        return True, optimizer.optimizer.step(closure)
+        if self.discards:
+            return False, closure()
+        self.executor_of(optimizer)  # it refuses tensors of no model
+
+        def checked() -> Any:
+            value = closure()
+            self._check_averaged(optimizer)
+            return value
+
+        return True, optimizer.optimizer.step(checked)
+
+    def _check_averaged(self, optimizer: PreparedOptimizer) -> None:
+        if any(p.grad is not None for p in self._apart.get(optimizer, ())):
+            raise unfrozen()
 
     def _step(self, optimizer: PreparedOptimizer) -> bool:
         if self.discards:
             return False
         executor = self.executor_of(optimizer)
-        if any(p.grad is not None for p in self._apart.get(optimizer, ())):
-            raise unfrozen()
+        self._check_averaged(optimizer)
         if not self.scaler.active or isinstance(executor, ZeroExecutor):
             applied = executor.step()
             if executor.dispatch is not None:

@@ -61,6 +61,7 @@ class Prepared:
         self.guards: list[Callable[[], None]] = []
         self._device, self._ranks, self._elsewhere = device, ranks, elsewhere
         self._restorable: list[Strategy] = []  # their models load what they save
+        self._ever: list[weakref.ref[nn.Module]] = []  # each model that was prepared; see `_all_ever`
         # Parameters before their model was sharded, for optimizers that were built on them. By weak references: once a
         # parameter is freed, its `id` may be that of another tensor.
         self._before: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
@@ -105,10 +106,18 @@ class Prepared:
         """All models as one module, in which parameter names are unique."""
         return nn.ModuleList([strategy.module for strategy in self.strategies])
 
+    @property
+    def _all_ever(self) -> nn.Module:
+        """All models, in places that stay: by `everything`, an optimizer of a model that was removed from the list
+        would get the parameters of the one that has its place now.
+        """
+        found = [reference() for reference in self._ever]
+        return nn.ModuleList([nn.Module() if module is None else module for module in found])
+
     def spread(self, modules: list[nn.Module], build: Callable[[nn.Module], Strategy]) -> None:
         """Spread `modules`, and replace the parameters of all prepared optimizers by the resulting ones."""
-        held = [strategy.module for strategy in self.strategies]
-        before = nn.ModuleList([*held, *modules])
+        self._ever += map(weakref.ref, modules)
+        before = self._all_ever
         parameters: dict[int, weakref.ref[Tensor]] = {id(p): weakref.ref(p) for p in before.parameters()}
         for key, name in names_of(before).items():
             self._before[key] = name, parameters[key]
@@ -122,7 +131,7 @@ class Prepared:
         before = {id(p): self._before[id(p)][0] for p in parameters_of(optimizer) if self._was_replaced(p)}
         if before:
             # In one process an optimizer may also update tensors of no model; see `Executors`.
-            rebind(optimizer, before, self.everything, keeps_others=self._ranks == 1)
+            rebind(optimizer, before, self._all_ever, keeps_others=self._ranks == 1)
 
     def updates(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> bool:
         """Return True if `optimizer` updates a parameter of a prepared model, or of one of `modules`."""
@@ -230,7 +239,7 @@ class Prepared:
             optimizer.release()
         self.executors.release()
         self.optimizers, self.schedules, self.loaders = [], [], []
-        self.guards, self._before, self._restorable = [], {}, []
+        self.guards, self._before, self._restorable, self._ever = [], {}, [], []
 
 
 class PreparedModels(MutableSequence[nn.Module]):

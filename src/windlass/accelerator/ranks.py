@@ -16,6 +16,7 @@ from windlass.core.device import backend_for, choose_device, make_current
 from windlass.core.errors import DataError
 from windlass.core.output import STDOUT
 from windlass.core.process_count import process_count
+from windlass.core.trees import mapping_like
 from windlass.core.world import World
 from windlass.data.dealt_rows import share
 from windlass.dist.gang import Gang, leave
@@ -171,7 +172,10 @@ def share_of(inputs: Any, all_ranks: Gang, apply_padding: bool = False) -> Any:
 
 def _length(inputs: Any) -> int:
     if not isinstance(inputs, Mapping):
-        return len(inputs)
+        try:
+            return len(inputs)
+        except TypeError:
+            raise _not_splittable(inputs) from None
     lengths = {key: _length(value) for key, value in inputs.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(
@@ -182,7 +186,7 @@ def _length(inputs: Any) -> int:
 
 def _take(inputs: Any, places: range, missing: int) -> Any:
     if isinstance(inputs, Mapping):
-        return type(inputs)({key: _take(value, places, missing) for key, value in inputs.items()})  # type: ignore[call-arg]
+        return mapping_like(inputs, {key: _take(value, places, missing) for key, value in inputs.items()})
     if isinstance(inputs, Tensor):
         rows = inputs[places.start : places.stop]
         return torch.cat([rows, *[inputs[-1:]] * missing]) if missing else rows
@@ -191,7 +195,11 @@ def _take(inputs: Any, places: range, missing: int) -> Any:
         return items + type(items)([inputs[-1]]) * missing if missing else items
     if hasattr(inputs, "select"):
         return inputs.select([*places, *[len(inputs) - 1] * missing])
-    raise DataError(
+    raise _not_splittable(inputs)
+
+
+def _not_splittable(inputs: Any) -> DataError:
+    return DataError(
         f"a {type(inputs).__name__} cannot be split between processes; pass a list, a tuple, a tensor, a dataset or "
         "a dict of those"
     )

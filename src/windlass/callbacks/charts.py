@@ -12,7 +12,7 @@ Logged = TypeVar("Logged", bound=tuple[Any, ...])
 
 # More points cannot be distinguished at the width of a chart, and only make a page larger.
 _MAX_POINTS = 400
-_LARGEST = 1e300  # beyond it the span of an axis could overflow
+LARGEST = 1e300  # beyond it the span of an axis could overflow
 
 
 def text_chart(
@@ -21,12 +21,12 @@ def text_chart(
     """Return a curve over the step as lines of text; empty for fewer than two finite points. Each column is the mean of
     its steps. The points of another curve are drawn as `o`, in the same frame.
     """
-    curves = [[point for point in curve if abs(point[1]) < _LARGEST] for curve in (points, other)]  # no NaN
+    curves = [[point for point in curve if abs(point[1]) < LARGEST] for curve in (points, other)]  # no NaN
     if len(curves[0]) < 2:
         return ""
     steps, values = zip(*curves[0], *curves[1], strict=True)
     left, right = min(steps), max(max(steps), min(steps) + 1)
-    low, *_, high = _ticks_around(min(values), max(values))
+    low, *_, high = ticks_around(min(values), max(values))
     rows = [[" "] * width for _ in range(height)]
     for curve, mark in zip(curves, "*o", strict=True):
         columns: dict[int, list[float]] = {}
@@ -44,9 +44,9 @@ def text_chart(
     return "".join(f"{line}\n" for line in [*lines, *foot])
 
 
-def _ticks_around(low: float, high: float) -> list[float]:
-    """Return the ticks of an axis for values from `low` to `high`; a constant needs an axis too."""
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1 / _LARGEST):
+def ticks_around(low: float, high: float) -> list[float]:
+    """Return the ticks of an axis for finite values from `low` to `high`; a constant needs an axis too."""
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1 / LARGEST):
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room
     return ticks(low, high)

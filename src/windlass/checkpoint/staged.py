@@ -34,7 +34,9 @@ from windlass.core.types import State
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 # The state of a rank, or its part of tensors, which it lists itself.
-_RANK_FILE = re.compile(r"(?:tmp-)?rank-\d{5,}\..*|\w+-rank-\d{5,}\.safetensors")
+_RANK_FILE = re.compile(
+    r"(?:tmp-)?rank-\d{5,}(?:\.files)?\.(?:json|safetensors)|\w+-rank-\d{5,}\.safetensors"
+)
 _logger = get_logger(__name__)
 
 
@@ -161,6 +163,7 @@ class StagedCheckpoint:
         if not self._sealed:
             raise CheckpointError(f"{self.folder} is not committed: not everything was written")
         entries = self._written | self._entries_of_others()
+        entries |= self._others_of_these_names(entries)
         self._check_sizes(entries)
         node, nodes = self._disks.node, self._disks.nodes
         text = manifest_bytes(self.step, self._ranks, entries, self.meta, serial, node, nodes)
@@ -187,6 +190,15 @@ class StagedCheckpoint:
             # Not a file of the checkpoint: the manifest has its content.
             self.files.remove_file(path)
         return entries
+
+    def _others_of_these_names(self, known: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+        """The files of other code that have names as those of ranks, which are all `known` once ranks have sealed."""
+        found: dict[str, FileEntry] = {}
+        for name in sorted(os.listdir(self.folder)):
+            if _RANK_FILE.fullmatch(name) and name not in known:
+                self.files.sync_file(self.folder / name)
+                found[name] = self.files.digest(self.folder / name)
+        return found
 
     def _check_sizes(self, entries: Mapping[str, FileEntry]) -> None:
         """Check all files again before the manifest is written: the folder may have been removed meanwhile."""

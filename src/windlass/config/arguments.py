@@ -7,6 +7,7 @@ It makes no folder, touches no device and does not write the environment. Script
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -382,7 +383,7 @@ def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
     A value that was derived from other arguments counts as default.
     """
     values = args.to_dict()
-    plain = next(cls for cls in type(args).__mro__ if _needs_nothing(cls))().to_dict()
+    plain = _defaults_of(type(args))
     derived = args.__dict__.get("_derived", {})
     return [(n, v, n in derived or (n in plain and plain[n] == v)) for n, v in values.items()]
 
@@ -415,6 +416,13 @@ def shared_arguments(args: TrainingArguments) -> dict[str, Any]:
     values = args.to_dict()
     rules = rules_of(type(args)).items()
     return {name: values[name] for name, rule in rules if not rule.per_rank and name in values}
+
+
+@functools.cache  # every run is compared with them, and they are made as slowly as any other arguments
+def _defaults_of(cls: type) -> dict[str, Any]:
+    """As `to_dict`, of arguments of the nearest class that can be made without any."""
+    plain: TrainingArguments = next(base for base in cls.__mro__ if _needs_nothing(base))()
+    return plain.to_dict()
 
 
 def _needs_nothing(cls: type) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import re
@@ -61,11 +62,18 @@ def is_imported(name: str) -> bool:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of a distribution by its metadata; None if it is not installed."""
+    """Return the version of a distribution by its metadata; None if it is not installed. Of one that was installed at
+    the first question, the answer stays: what was imported does, too.
+    """
     try:
-        found = metadata.distribution(distribution)
+        return _version_by_metadata(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache  # every run asks for ten of them, which takes as long as some updates of a small model
+def _version_by_metadata(distribution: str) -> str:
+    found = metadata.distribution(distribution)
     # Of a text that `found.version` would parse as a whole: the package's readme is in it.
     line = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
     return line[1] if line else found.version

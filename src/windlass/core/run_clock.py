@@ -8,13 +8,17 @@ the host waits for it, and these waits belong to `compute`.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+from windlass.core.logs import get_logger
 from windlass.core.process_identity import process_age
+
+logger = get_logger(__name__)
 
 # Times and counts of a file are at most this: the year 9891 as a time.
 LATEST = 2.5e11
@@ -110,7 +114,8 @@ class RunClock:
         self, clock: Callable[[], float] = time.perf_counter, wall: Callable[[], float] = time.time
     ) -> None:
         self._clock, self._wall = clock, wall
-        self._runs = self._claimed = False
+        self._thread: int | None = None  # that of the session under way
+        self._claimed = False
         self._update_began: tuple[float, ...] = ()
         self._first = True
         self.row: dict[str, float] = {}
@@ -131,23 +136,29 @@ class RunClock:
 
         The first session of a script begins with its process, whose imports and loading are start-up too.
         """
-        if self._runs:
+        if self._thread is not None:
+            if self._thread != threading.get_ident():
+                logger.warning(
+                    "another thread of this process trains at the same time. Both draw from the same generators of "
+                    "PyTorch and share a clock, so neither can be repeated to the bit, and their times are mixed: "
+                    "train each in a process of its own"
+                )
             return False
+        self._thread = threading.get_ident()
         is_script = hasattr(sys.modules.get("__main__"), "__file__") and not hasattr(sys, "ps1")
         earlier = process_age() if self._first and is_script and "ipykernel" not in sys.modules else None
         self._first = self._claimed = False
-        self._runs = True
         self._restart(earlier or 0.0)
         return True
 
     def claim(self) -> bool:
         """Return True to the first caller in a session: what the clock shows is the time of its run."""
         claimed, self._claimed = self._claimed, True
-        return self._runs and not claimed
+        return self._thread is not None and not claimed
 
     def end(self) -> None:
         """End the session."""
-        self._runs = False
+        self._thread = None
 
     def not_before(self, moment: float) -> None:
         """Let the session begin no earlier than `moment` (seconds since 1970): the one before it ended then."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.attributes import attributes_of
-from windlass.core.tensors import autocast_dtype
+from windlass.core.tensors import autocast_dtype, makes_fakes
 from windlass.core.types import IGNORED
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.context import has_divided_sequences
@@ -230,6 +230,9 @@ class LeanHead:
     # --- measuring --------------------------------------------------------------------------------------------------
 
     def _measure(self, model: nn.Module, sample: Mapping[str, Any]) -> None:
+        if makes_fakes():
+            self._look(model, sample)
+            return
         core, head = self._alive()
         own = float(output_of(model(**sample, **without_cache(core)), "loss"))
         self.scale, self.softcap = self._around(model, sample)
@@ -247,6 +250,18 @@ class LeanHead:
             tokens = int((sample["labels"] != IGNORED).sum())
             raise InexactLossError(f"on {tokens} tokens it gives {ours:.6g}, and the model itself {own:.6g}")
         self.difference = abs(ours - own) / max(abs(own), precision)
+
+    def _look(self, model: nn.Module, sample: Mapping[str, Any]) -> None:
+        """As `_measure` where a forecast computes, on tensors without values: see what their shapes show."""
+        core, head = self._alive()
+        outputs = model(**sample, **without_cache(core))
+        if output_of(outputs, "loss") is None:
+            raise InexactLossError("it returns no loss")
+        logits = output_of(outputs, "logits")
+        if logits is None or logits.shape[-1] != head.out_features:
+            raise InexactLossError("its logits are not those of its head")
+        self.shifts = sample["labels"].ndim > 1
+        self.loss(model, sample, LossOptions())
 
     def _around(self, model: nn.Module, sample: Mapping[str, Any]) -> tuple[float, float | None]:
         """What the model does to its logits, from what becomes of known ones."""
