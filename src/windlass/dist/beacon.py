@@ -202,7 +202,7 @@ def waiting(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted(name: str) -> Iterator[None]:
-    """Within the body the mark has this name, which is no progress; an error leaves it, as in `waiting`."""
+    """Within the body the mark has this name, which does not count as progress; an error leaves it, as in `waiting`."""
     marks = beacon()
     before = marks.mark().call
     marks.note(name)
