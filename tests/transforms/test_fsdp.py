@@ -29,7 +29,7 @@ from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.weights import load_weights
 from windlass.config.plan import DistPlan, ShardPlan
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import Gang, leave
 from windlass.dist.sharded import whole
 from windlass.engine.native import NativeExecutor
@@ -108,6 +108,26 @@ def test_a_loss_of_parameters_outside_their_forward_is_refused() -> None:
             penalty = sum(parameter.square().sum() for parameter in module.parameters())
             with pytest.raises(ModelError, match="let that forward return the term beside its output"):
                 executor.backward(loss + penalty)
+    finally:
+        leave()
+
+
+def test_batch_norms_that_the_cpu_cannot_compute_are_refused_before_anything_is_sharded() -> None:
+    def strategy(ignored: str | None) -> FullyShardedModel:
+        plan = DistPlan(strategy="fsdp", shard=ShardPlan(param_dtype="bf16", ignored=ignored))
+        return FullyShardedModel(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), plan, gang, torch.device("cpu")
+        )
+
+    gang = Gang()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"fsdp_config.ignored_modules=None: .* weights in bf16 .* \(1\)"
+        ):
+            strategy(None)
+        kept = strategy("1")
+        kept.model(torch.ones(4, 2, dtype=torch.bfloat16)).sum().backward()
+        assert kept.module[1].weight.grad.dtype == torch.float32
     finally:
         leave()
 
