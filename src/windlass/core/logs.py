@@ -66,6 +66,8 @@ _ROOT = logging.getLogger("windlass")
 _ROOT.addHandler(_HANDLER)
 _ROOT.setLevel(WARNING)
 _ROOT.propagate = False
+# The level that a Trainer set: the one before it. A script that set another one since, by whatever call, is followed.
+_of_trainer: dict[int, int] = {}
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
@@ -93,6 +95,20 @@ def get_verbosity() -> int:
 
 def set_verbosity(level: int) -> None:
     """Level (`logging.INFO`, ...) of everything that Windlass logs in this process."""
+    _of_trainer.clear()
+    _ROOT.setLevel(level)
+
+
+def script_verbosity() -> int:
+    """The level that the script left, whatever the arguments of a Trainer have set since."""
+    return _of_trainer.get(_ROOT.level, get_verbosity())
+
+
+def set_trainer_verbosity(level: int) -> None:
+    """`set_verbosity` for one Trainer: a later one without a level of its own gets that of the script again."""
+    before = script_verbosity()
+    _of_trainer.clear()
+    _of_trainer[level] = before
     _ROOT.setLevel(level)
 
 
