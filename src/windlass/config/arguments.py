@@ -258,6 +258,8 @@ def placeholder(name: str) -> str:
 
 def as_plain(value: Any, name: str = "") -> Any:
     """`value` of the field `name` as JSON and YAML have it; a secret as its placeholder."""
+    if value is None or type(value) in (bool, int, float):
+        return value
     if isinstance(value, Enum):  # one of text, too
         return value.value
     if isinstance(value, str):
