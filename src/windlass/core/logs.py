@@ -93,7 +93,10 @@ def get_verbosity() -> int:
 
 def set_verbosity(level: int) -> None:
     """Level (`logging.INFO`, ...) of everything that Windlass logs in this process."""
-    _ROOT.setLevel(level)
+    if (
+        _ROOT.level != level
+    ):  # to set one empties what each of the process's loggers keeps, of which there may be thousands
+        _ROOT.setLevel(level)
 
 
 set_verbosity_debug = functools.partial(set_verbosity, DEBUG)
