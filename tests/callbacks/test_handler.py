@@ -14,6 +14,8 @@ from windlass.callbacks.progress import PrinterCallback
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import ConfigError
 from windlass.core.events import CONTROL_FLAGS, EVENTS, TrainerControl, TrainerState
+from windlass.dist.beacon import beacon
+from windlass.dist.watchdog import OtherRanks, Watchdog
 
 
 class Recorder(TrainerCallback):
@@ -147,6 +149,21 @@ def test_an_error_names_the_callback(calls: Any) -> None:
     with pytest.raises(RuntimeError) as caught:
         handler_of(Broken).on_save(*calls)
     assert "Broken.on_save" in caught.value.__notes__[0]
+
+
+def test_a_callback_that_hangs_in_an_update_is_named(calls: Any, caplog: pytest.LogCaptureFixture) -> None:
+    dog = Watchdog(beacon(), OtherRanks({}, 60), report_after=60, limit=1800)
+
+    class Slow(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for _ in range(2):
+                dog.look(61)
+
+    beacon().call("forward and backward", 3)
+    handler_of(Slow).on_step_begin(*calls)
+    (said,) = caplog.messages
+    assert "no progress for 61 s [step 3, in 'callback Slow.on_step_begin']" in said
+    assert beacon().mark().call == "forward and backward"
 
 
 # --- what becomes of the answer -----------------------------------------------------------------------------

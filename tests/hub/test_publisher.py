@@ -154,6 +154,8 @@ def test_what_was_not_uploaded_is_listed_with_a_command_that_does_the_same(
         found.append(hub.files("someone/run", branch))
     assert list((tmp_path / ".windlass-hub").iterdir()) == []
     (command,) = {line.partition("; later: ")[2] for line in caplog.text.splitlines() if "; later: " in line}
+    what = "the model of checkpoint-1" if options == "--model-only" else "checkpoint-1"
+    assert f"\n  {what} (" in caplog.text
     assert command == f"windlass checkpoint push '{checkpoint}' someone/run {options}".strip()
     assert checkpoint_command(shlex.split(command)[2:]) == 0
     again = hub.files("someone/run", branch)

@@ -148,7 +148,7 @@ def test_what_a_newer_upload_replaces_is_not_listed(
     running, made = Uploads(client(token), every=every), list[Upload]()
     for number, status in enumerate(statuses):
         hub.faults = [] if status is None else [Fault("POST .*/commit/", status=status)]
-        made.append(upload(tmp_path / str(number)))
+        made.append(upload(tmp_path / str(number), f"checkpoint-{number}", place="root"))
         running.add(made[-1])
         wait([made[-1].commit])
     assert running.finish(60, print) == [made[number] for number in listed]
@@ -234,6 +234,7 @@ def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, t
         folders = [tmp_path / f"{every}{number}" for number in range(3)]
         made = [upload(folder, "a") for folder in folders]
         for number, one in enumerate(made):
+            one.what = f"checkpoint-{number}"
             (one.files.path / "a.json").write_text(str(number))
             running.add(one)
             while number == 0 and not any("preupload" in request for request in hub.requests):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,21 @@ def test_labels_of_another_shape_than_the_output_are_not_called_wrong_classes() 
         model(**batch)
     faults.explain(caught.value, Fed("training", batch))
     assert "labels int64 [2]" in caught.value.__notes__[0]
+
+
+def test_numbers_as_labels_are_named_if_the_loss_takes_classes_and_not_for_another_dtype() -> None:
+    faults, numbers = BatchFaults(torch.device("cpu")), torch.ones(2)
+    norm = nn.BatchNorm1d(3).bfloat16()
+    norm.running_mean = torch.zeros(3)
+    faults.begin(norm, ["labels"], False, None)
+    for fails, explained in (
+        (lambda: nn.functional.cross_entropy(torch.ones(2, 3), numbers), True),
+        (lambda: norm(torch.ones(2, 3).bfloat16()), False),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            fails()
+        with pytest.raises(DataError, match="classes are integers") if explained else nullcontext():
+            faults.explain(caught.value, Fed("training", {"x": torch.ones(2, 3), "labels": numbers}))
 
 
 def test_a_batch_without_names_is_no_second_error() -> None:

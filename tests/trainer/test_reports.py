@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,14 @@ def test_the_constructor_sets_the_verbosity(tmp_path: Path) -> None:
     try:
         for level, number in (("error", 40), ("debug", 10), ("warning", 30)):
             Trainer(Net(), arguments(tmp_path, log_level=level))
+            assert get_verbosity() == number
+        Trainer(Net(), arguments(tmp_path))
+        assert get_verbosity() == before
+        for number in (logging.INFO, logging.DEBUG):  # a script may set it with the standard library, too
+            logging.getLogger("windlass").setLevel(number)
+            Trainer(Net(), arguments(tmp_path, log_level="critical"))
+            assert not arguments(tmp_path, disable_tqdm=None).disable_tqdm
+            Trainer(Net(), arguments(tmp_path))
             assert get_verbosity() == number
     finally:
         set_verbosity(before)

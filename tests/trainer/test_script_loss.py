@@ -287,6 +287,41 @@ def test_labels_that_a_models_loss_ignores_and_that_are_counted_are_named(
         )
 
 
+class OfPixels(torch.nn.Module):
+    """Declares the label that its loss leaves out as models of transformers for images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(semantic_loss_ignore_index=255)
+        self.layer = torch.nn.Linear(2, 3).double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(x).permute(0, 3, 1, 2)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels, ignore_index=255)}
+
+
+def test_the_label_that_a_model_of_images_declares_to_ignore_is_no_target(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {"x": torch.randn(4, 4, 2, generator=generator).double(), "labels": torch.randint(3, (4, 4))}
+        for _ in range(8)
+    ]
+    for at, row in enumerate(data):
+        row["labels"][: at % 4] = 255
+    weights = []
+    for size in (8, 2):
+        torch.manual_seed(0)
+        settings = {
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": 8 // size,
+            "max_steps": 2,
+        }
+        trainer = Trainer(OfPixels(), arguments(folder / str(size), **settings), train_dataset=data)
+        trainer.train()
+        weights.append(trainer.model.layer.weight)
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=0)
+
+
 def test_an_override_that_smooths_or_calls_what_does_is_not(folder: Path) -> None:
     losses = []
     for cls in (Trainer, overriding("calls"), overriding("smooths")):

@@ -29,6 +29,7 @@ from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.weights import load_weights
 from windlass.config.plan import DistPlan, ShardPlan
+from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import Gang, leave
 from windlass.dist.sharded import whole
 from windlass.engine.native import NativeExecutor
@@ -91,6 +92,42 @@ def test_gradients_kept_on_the_host_beside_others_on_the_device() -> None:
         assert {p.grad.device.type for p in module.parameters() if p.grad is not None} == {"cpu", "cuda"}
         assert float(norm) == pytest.approx(2 * float(nn.utils.get_total_norm(gradients_of(expected))))
         assert float(strategy.total_norm(gradients_of(module))) == pytest.approx(0.01, rel=1e-3)
+    finally:
+        leave()
+
+
+def test_a_loss_of_parameters_outside_their_forward_is_refused() -> None:
+    module, tokens = model(), torch.ones(1, 4, dtype=torch.long)
+    gang = Gang()
+    try:
+        plan = DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS))
+        strategy = FullyShardedModel(module, plan, gang, torch.device("cpu"))
+        executor = NativeExecutor(strategy, optimizer_of(module), torch.device("cpu"))
+        with strategy.micro(last=True):
+            loss = strategy.model(tokens).square().mean()
+            penalty = sum(parameter.square().sum() for parameter in module.parameters())
+            with pytest.raises(ModelError, match="let that forward return the term beside its output"):
+                executor.backward(loss + penalty)
+    finally:
+        leave()
+
+
+def test_batch_norms_that_the_cpu_cannot_compute_are_refused_before_anything_is_sharded() -> None:
+    def strategy(ignored: str | None) -> FullyShardedModel:
+        plan = DistPlan(strategy="fsdp", shard=ShardPlan(param_dtype="bf16", ignored=ignored))
+        return FullyShardedModel(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), plan, gang, torch.device("cpu")
+        )
+
+    gang = Gang()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"fsdp_config.ignored_modules=None: .* weights in bf16 .* \(1\)"
+        ):
+            strategy(None)
+        kept = strategy("1")
+        kept.model(torch.ones(4, 2, dtype=torch.bfloat16)).sum().backward()
+        assert kept.module[1].weight.grad.dtype == torch.float32
     finally:
         leave()
 

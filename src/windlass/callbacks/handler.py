@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import CONTROL_FLAGS, EVENTS, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.types import State
+from windlass.dist.beacon import CALLBACK, noted
 
 logger = get_logger(__name__)
 
@@ -29,8 +31,11 @@ _CLEARED: dict[str, tuple[str, ...]] = {
     "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",),
 }
+# Those of an update, which is reported if it takes long: then it is a callback that does.
+_OF_UPDATES = frozenset(event for event in EVENTS if "step" in event) - {"on_prediction_step"}
 _FIX = "give a TrainerCallback, its class, or an object with methods such as on_log(args, state, control, **kwargs)"
 _SHARED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+_UNNAMED = contextlib.nullcontext()
 Listener = Callable[..., Any]
 Kind = TypeVar("Kind")
 
@@ -39,6 +44,11 @@ def _module_of(listener: Listener) -> str:
     """Return the module of the class of the callback."""
     owner = getattr(listener, "__self__", None)
     return str(getattr(listener if owner is None else type(owner), "__module__", ""))
+
+
+def _naming(listener: Listener, event: str) -> contextlib.AbstractContextManager[None]:
+    """Within the body reports of a long wait name the callback."""
+    return noted(f"{CALLBACK}{type(getattr(listener, '__self__', listener)).__name__}.{event}")
 
 
 def _follows_run_only(listener: Listener) -> bool:
@@ -158,6 +168,13 @@ class CallbackHandler:
     def refresh(self) -> None:
         """Collect the listeners. Needed only after a method of a callback was assigned."""
         self._listeners = {event: tuple(_bound(self.callbacks, event)) for event in EVENTS}
+        # Windlass's own mark their waits themselves.
+        self._named = {
+            id(listener)
+            for event in _OF_UPDATES
+            for listener in self._listeners[event]
+            if not _module_of(listener).startswith("windlass.")
+        }
         self._known = list(self.callbacks)
         replaced = "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event
         self.heard = frozenset(e for e in EVENTS if replaced or self._listeners[e])
@@ -229,7 +246,8 @@ class CallbackHandler:
         shared = {**self._shared, **kwargs} if kwargs else self._shared
         for listener in listeners:
             try:
-                result = listener(args, state, control, **shared)
+                with _naming(listener, event) if id(listener) in self._named else _UNNAMED:
+                    result = listener(args, state, control, **shared)
                 if result is not None and result is not control:
                     _merge(control, result)
             except Exception as error:

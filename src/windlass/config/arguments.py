@@ -36,7 +36,7 @@ from windlass.config.setters import Setters
 from windlass.config.validate import check
 from windlass.core.errors import refuse
 from windlass.core.locations import anchored, is_url, lies_in, working_folder
-from windlass.core.logs import get_verbosity, log_levels
+from windlass.core.logs import log_levels, script_verbosity
 from windlass.core.outside import load_outside
 from windlass.core.process_count import process_count
 from windlass.core.redact import is_secret_name, redact_text
@@ -189,9 +189,9 @@ class Helpers(Fields):
         return None
 
     def get_process_log_level(self) -> int:
-        """The logging level of this process; by default the present one on the main process, WARNING on the others."""
+        """The logging level of this process; by default the script's on the main process, WARNING on others."""
         if self.should_log:
-            return log_levels.get(self.log_level, get_verbosity())
+            return log_levels.get(self.log_level, script_verbosity())
         return log_levels.get(self.log_level_replica, logging.WARNING)
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ from windlass.config.values import alternatives, wrong_values
 from windlass.core import xla
 from windlass.core.errors import Problem, refuse
 from windlass.core.locations import is_url
-from windlass.core.logs import get_verbosity
+from windlass.core.logs import script_verbosity
 
 Check = Callable[[Any], Iterator[Problem]]
 # Stands for any value of a `Conflict` that is set and not 0.
@@ -138,7 +138,7 @@ def _derive(args: Fields) -> None:
     if values["greater_is_better"] is None and isinstance(values["metric_for_best_model"], str):
         follow("greater_is_better", not values["metric_for_best_model"].endswith("loss"))
     if values["disable_tqdm"] is None:
-        follow("disable_tqdm", get_verbosity() > logging.WARNING)
+        follow("disable_tqdm", script_verbosity() > logging.WARNING)
     if values["use_cpu"] is True:
         follow("dataloader_pin_memory", False)
     _derive_compile(values, follow)

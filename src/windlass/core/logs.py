@@ -66,6 +66,8 @@ _ROOT = logging.getLogger("windlass")
 _ROOT.addHandler(_HANDLER)
 _ROOT.setLevel(WARNING)
 _ROOT.propagate = False
+# The level that a Trainer set: the one before it. A script that set another one since, by whatever call, is followed.
+_of_trainer: dict[int, int] = {}
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
@@ -93,9 +95,25 @@ def get_verbosity() -> int:
 
 def set_verbosity(level: int) -> None:
     """Level (`logging.INFO`, ...) of everything that Windlass logs in this process."""
-    if (
-        _ROOT.level != level
-    ):  # to set one empties what each of the process's loggers keeps, of which there may be thousands
+    _of_trainer.clear()
+    _set_level(level)
+
+
+def script_verbosity() -> int:
+    """The level that the script left, whatever the arguments of a Trainer have set since."""
+    return _of_trainer.get(_ROOT.level, get_verbosity())
+
+
+def set_trainer_verbosity(level: int) -> None:
+    """`set_verbosity` for one Trainer: a later one without a level of its own gets that of the script again."""
+    before = script_verbosity()
+    _of_trainer.clear()
+    _of_trainer[level] = before
+    _set_level(level)
+
+
+def _set_level(level: int) -> None:
+    if _ROOT.level != level:  # to set it empties what each logger of the process keeps
         _ROOT.setLevel(level)
 
 

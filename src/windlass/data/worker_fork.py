@@ -7,6 +7,8 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from multiprocessing import popen_fork
 from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple
@@ -17,6 +19,9 @@ from windlass.core.logs import get_logger
 from windlass.core.threads import keep_inherited_garbage, wait_for_foreign_threads
 from windlass.data.worker_queue import WorkerEvent
 from windlass.dist.beacon import beacon
+
+if sys.platform == "linux":
+    import fcntl
 
 logger = get_logger(__name__)
 
@@ -99,8 +104,9 @@ class _Popen(popen_fork.Popen):
             read, write = os.pipe()
             try:
                 self._fork(process_obj, read, write)
-                if self._signs_on(read, number, patience):
-                    return
+                with dying_with_this(self.pid):
+                    if self._signs_on(read, number, patience):
+                        return
             except BaseException:
                 self._end()
                 raise
@@ -158,6 +164,32 @@ class _Popen(popen_fork.Popen):
             os.waitpid(self.pid, 0)
         if self.finalizer is not None:
             self.finalizer()
+
+
+@contextlib.contextmanager
+def dying_with_this(pid: int) -> Iterator[None]:
+    """Within the body the system kills the child `pid` if this process dies: one that hangs in its fork cannot ask for
+    that itself. Linux only.
+
+    A reader of a pipe may have a signal sent when the last writer is gone, and choose which, and to whom. Of a process
+    that dies Linux closes the files last to first: the writer before the reader.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    read, write = os.pipe()
+    flags = fcntl.fcntl(read, fcntl.F_GETFL)
+    try:
+        with contextlib.suppress(OSError):  # a sandbox need not know it
+            fcntl.fcntl(read, fcntl.F_SETOWN, pid)
+            fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(read, fcntl.F_SETFL, flags | os.O_ASYNC)
+        yield
+    finally:
+        # Another thread may have forked a child meanwhile, which has this pipe, too, and ends some day.
+        fcntl.fcntl(read, fcntl.F_SETFL, flags)
+        os.close(read)
+        os.close(write)
 
 
 def how_it_ended(code: int) -> str:

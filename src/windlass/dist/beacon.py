@@ -42,6 +42,8 @@ END_ALONE = "end, without having joined a process group"
 MEETING = "join the process group"
 # How the mark begins of calls of a tracker of experiments.
 REPORT = "report to "
+# How the mark begins while a script's own callback answers an event of an update.
+CALLBACK = "callback "
 # How the marks begin of calls in which a process waits for other ranks, and of all calls whose length is reported;
 # limited waits are reported too.
 EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange", "join")
@@ -53,6 +55,7 @@ WAITS = (
     "update",
     "save",
     REPORT,
+    CALLBACK,
 )
 # A mark: how many marks were written, the updates done (-1: unknown), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
@@ -195,6 +198,17 @@ def waiting(name: str) -> Iterator[None]:
     beacon().call(name)
     yield
     beacon().call(f"{AFTER}{name}")
+
+
+@contextlib.contextmanager
+def noted(name: str) -> Iterator[None]:
+    """Within the body the mark has this name, which does not count as progress; an error leaves it, as in `waiting`."""
+    marks = beacon()
+    before = marks.mark().call
+    marks.note(name)
+    yield
+    if marks.mark().call == name:  # else it has made calls of its own
+        marks.note(before)
 
 
 @contextlib.contextmanager

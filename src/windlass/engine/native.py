@@ -19,10 +19,17 @@ from windlass.core.waiting import thread_waiting
 from windlass.core.world import world_from_environment
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import beacon
+from windlass.dist.sharded import is_sharded
 from windlass.engine.executor import StepHooks, StepResult, WeightAverage
 from windlass.precision.scaler import Scaler, UnitScaler
 from windlass.transforms.rebind import update_singly
 from windlass.transforms.strategy import Strategy, unfrozen
+
+_OF_PARTS = (
+    "the loss holds a term of parameters that are divided over ranks. A sharded layer (FSDP) has its whole "
+    "parameters in its own forward alone: let that forward return the term beside its output, or use weight_decay for "
+    "a sum of squares (the section Sharded of docs/distributed.md)"
+)
 
 
 class NativeExecutor:
@@ -77,7 +84,13 @@ class NativeExecutor:
     # --- primitives -------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged."""
+        """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged.
+
+        Raises ModelError if code outside the model made it from parameters of which this rank has a part.
+        """
+        if self.strategy.sharded and is_sharded(loss):
+            # PyTorch mixes it with the other losses, and fails in the backward, at an operation of its own.
+            raise ModelError(_OF_PARTS)
         scaled = self._scaler.scale(loss) if self._scaler.active else loss
         if self._alone:
             scaled.backward(**options)  # type: ignore[no-untyped-call]

@@ -120,12 +120,13 @@ class Publisher:
             return
         uploads = self.open()
         upload = Upload(
-            what=checkpoint.name if strategy == "all_checkpoints" else "the newest checkpoint",
+            what=f"the model of {checkpoint.name}" if strategy == "every_save" else checkpoint.name,
             message=f"Training in progress, step {checkpoint.name.rpartition('-')[2]}",
             files=StagedFiles(self._folder),
             replaces={"checkpoint": LAST, "all_checkpoints": checkpoint.name}.get(strategy, ""),
             later=self._command(checkpoint, *_FLAGS.get(strategy, [])),
             step=int(checkpoint.name.rpartition("-")[2]),
+            place=checkpoint.name if strategy == "all_checkpoints" else strategy,
         )
         try:
             _stage(upload, checkpoint, further or {})

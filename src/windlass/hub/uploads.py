@@ -29,7 +29,7 @@ _LIMIT = 600.0
 class Upload:
     """One commit on the Hub."""
 
-    what: str  # what is uploaded, for messages; a newer upload of the same takes the place of one that waits
+    what: str  # what is uploaded, for messages
     message: str
     # As they are to be in the repository; this upload alone owns them, and removes them at its end
     files: StagedFiles
@@ -43,6 +43,10 @@ class Upload:
     given_up: threading.Event = field(default_factory=threading.Event)  # no caller waits for it any longer
     number: int = 0  # its place in the order of all uploads
     step: int | None = None  # of the checkpoint; None: it is the model of the run's end
+    place: str = ""  # where it is on the Hub: a newer upload to it replaces one that waits; by default `what`
+
+    def __post_init__(self) -> None:
+        self.place = self.place or self.what
 
 
 class Uploads:
@@ -63,7 +67,7 @@ class Uploads:
         self._failed: list[Upload] = []
         self._numbers = itertools.count(1)
         self._warned = set[tuple[str, str]]()
-        self._newest: dict[str, int] = {}  # what -> number of the last one of it that ended
+        self._newest: dict[str, int] = {}  # place -> number of the last one of it that ended
 
     def add(self, upload: Upload) -> None:
         """Start an upload, or let it wait for those before it."""
@@ -71,7 +75,7 @@ class Uploads:
             self._leaving = False
             upload.number = next(self._numbers)
             if not self._every:
-                for older in [one for one in self._waiting if one.what == upload.what]:
+                for older in [one for one in self._waiting if one.place == upload.place]:
                     self._waiting.remove(older)
                     older.commit.cancel()
                     older.files.remove()
@@ -122,7 +126,7 @@ class Uploads:
             wait([pending[0].commit], min(left, 0.2))
         with self._lock:
             failed, self._failed = self._failed, []
-            return [one for one in failed if self._every or one.number == self._newest[one.what]]
+            return [one for one in failed if self._every or one.number == self._newest[one.place]]
 
     def leave(self) -> None:
         """Do not wait for what is under way now, in `finish()` or later. May be called in a signal handler, so it takes
@@ -220,7 +224,7 @@ class Uploads:
 
     def _end(self, upload: Upload) -> None:
         upload.files.remove()
-        self._newest[upload.what] = max(upload.number, self._newest.get(upload.what, 0))
+        self._newest[upload.place] = max(upload.number, self._newest.get(upload.place, 0))
 
     def _note(self, upload: Upload, problem: str) -> None:
         if self._folder is not None:

@@ -30,14 +30,15 @@ def rows(batch: Any) -> int:
 class TargetCounter:
     """Counts the targets of a batch.
 
-    Integer labels, one per row or per token, count unless they are -100. For real-valued labels, several label columns
-    and batches without labels, rows are counted.
+    Integer labels, one per row, token or pixel, count unless they are ignored. For real-valued labels, several label
+    columns and batches without labels, rows are counted.
     """
 
     label_names: tuple[str, ...] = ("labels",)  # the batch's keys that hold labels
     # The model predicts label t from position t-1, so the first label of each row is not a target. Measured by
     # `engine.probe`, never inferred from the name of a model.
     shifted: bool = False
+    ignored: int = IGNORED  # the label that is left out
 
     def __call__(self, batch: Any) -> float:
         labels = self.labels(batch)
@@ -46,13 +47,13 @@ class TargetCounter:
             return float(rows(batch) or 1)
         first = int(self.shifted and "shift_labels" not in batch)
         if not labels.is_cpu:  # `count_nonzero` of PyTorch/XLA counts a mask as 1
-            return float((labels[..., first:] != IGNORED).sum())
+            return float((labels[..., first:] != self.ignored).sum())
         if labels.ndim == 1 and labels.numel() <= 64:  # one label a row: too few for array arithmetic to pay
             values = labels.numpy()[first:].tolist()
-            return float(len(values) - values.count(IGNORED))
+            return float(len(values) - values.count(self.ignored))
         # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device. Labels are
         # compared before they are cut, because it compares what is not contiguous at half the speed.
-        return float(np.count_nonzero((labels.numpy() != IGNORED)[..., first:]))
+        return float(np.count_nonzero((labels.numpy() != self.ignored)[..., first:]))
 
     def labels(self, batch: Any) -> Tensor | None:
         """The integer labels that are counted, None if rows are."""

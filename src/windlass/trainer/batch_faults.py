@@ -25,7 +25,7 @@ logger = get_job_logger(__name__)
 _OUTSIDE = ("out of range", "out of bounds", "device-side assert")
 _TOO_LONG = ("must match", *_OUTSIDE)
 _PRECISIONS = ("same dtype", "expected scalar type", "should be the same", "Double")
-_TYPES = ("target dtype", "expected scalar type", "not implemented for")
+_TYPES = ("target dtype", "expected scalar type Long", "nll_loss")
 _SHAPES = ("target tensor expected", "multi-target", "Expected target size", "Expected input batch_size")
 _ABOUT_SHAPES = ("shape", "size", "dimension", "type")
 

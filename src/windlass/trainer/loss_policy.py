@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -27,6 +27,7 @@ from windlass.trainer.script_loss import ScriptLoss
 from windlass.trainer.session import Session
 from windlass.trainer.without_logits import WithoutLogits
 from windlass.trainer.wrappers import accepts_count
+from windlass.transforms.model_limits import ignored_label
 
 logger = get_logger(__name__)
 
@@ -116,11 +117,10 @@ class LossPolicy:
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
         """Start with this model."""
-        self._label_names = tuple(label_names)
         self._declared_count: bool | None = None
         self.gets_count, self.measured = accepts_count(model), False
         self.kind: Kind | None = None
-        self.counter = TargetCounter(self._label_names)
+        self.counter = self._unshifted = TargetCounter(tuple(label_names), ignored=ignored_label(model))
         self.normaliser = UpdateNormaliser(
             self._data_ranks.size, sum_on_device=self._data_ranks.sum_on_device
         )
@@ -382,13 +382,13 @@ class LossPolicy:
         """
         if self.settings.counts_alone:
             return  # A forward with labels may need far more memory than the loss of the script.
-        self.counter = unshifted = TargetCounter(self._label_names)
+        self.counter = unshifted = self._unshifted
         saved = self._saved.get("shifted", self.without_logits.shifts)
         if saved is not None:
-            self.counter = TargetCounter(self._label_names, shifted=saved)
+            self.counter = replace(unshifted, shifted=saved)
             return
         if not self.settings.default_count and probe.counts_shifted(prepared, unshifted, hooks.count_targets):
-            self.counter = TargetCounter(self._label_names, shifted=True)
+            self.counter = replace(unshifted, shifted=True)
             return
         able = prepared is not None
         if able and (self.gets_count or not self.settings.of_model):
@@ -397,7 +397,7 @@ class LossPolicy:
             able = self.settings.of_model or math.isfinite(value)
         mean_loss = partial(self._mean_loss, hooks)
         shifted = probe.shifts_labels(prepared if able else None, unshifted, mean_loss)
-        self.counter = TargetCounter(self._label_names, shifted)
+        self.counter = replace(unshifted, shifted=shifted)
 
     # --- the model's own loss ---------------------------------------------------------------------------------------
 

@@ -257,8 +257,9 @@ def check_loss_modules(model: nn.Module, smoothing: float, counts_by_default: bo
             raise ConfigError(Problem("label_smoothing_factor", smoothing, fix))
         if counts_by_default and ignored != -100:
             logger.warning(
-                "%r of the model ignores labels of %d, which are counted as targets: micro-batches and ranks with "
-                "more of them get too much weight; make these labels -100, or override count_targets",
+                "%r of the model ignores labels of %d, which are counted as targets: micro-batches, ranks and "
+                "evaluated batches with more of them get too much weight; leave ignore_index at -100 and make these "
+                "labels -100, or override count_targets",
                 name,
                 ignored,
             )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
-from windlass.core.logs import set_verbosity
+from windlass.core.logs import set_trainer_verbosity
 from windlass.core.run_clock import Moment, run_clock
 from windlass.core.tensors import count_elements
 from windlass.core.trees import detach
@@ -138,7 +138,7 @@ class Trainer:
     ) -> None:
         self.args = self._checked_arguments(args)
         defaults.seed_all(self.args)
-        set_verbosity(self.args.get_process_log_level())
+        set_trainer_verbosity(self.args.get_process_log_level())
         self._session = session.Session.open(self.args)
         self.create_accelerator_and_postprocess()
         self.model_init, self.is_in_train = model_init, False

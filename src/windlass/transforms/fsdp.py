@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core import host
@@ -37,7 +38,7 @@ from windlass.transforms.strategy import options_of_ddp
 from windlass.transforms.tensor_layers import undivided
 from windlass.transforms.tensor_parallel import TensorDivision
 from windlass.transforms.unused import SameOnAllRanks
-from windlass.transforms.wrapping import ignored_parameters, units_of
+from windlass.transforms.wrapping import ignored_parameters, listed, units_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
@@ -277,6 +278,7 @@ def shard_(
     """
     chosen = plan.shard or ShardPlan()
     _check(plan, device)
+    _check_batch_norms(module, chosen, device)
     mesh, tensor_mesh = fsdp_device_meshes(loss_ranks.mesh.with_replicas(chosen.replicas), device)
     stage_ranks = loss_ranks.over("stage")
     if chosen.ram_efficient and not loss_ranks.world.is_local_main:
@@ -359,6 +361,28 @@ def _check(plan: DistPlan, device: torch.device) -> None:
             Problem("fsdp", True, "PyTorch has no collectives on mps; train there with one process")
         )
     refuse(problems)
+
+
+def _check_batch_norms(module: nn.Module, plan: ShardPlan, device: torch.device) -> None:
+    """Check that the host can compute them: it takes weights in the dtype of the running statistics alone, which stay
+    as they are.
+    """
+    if device.type != "cpu" or plan.param_dtype is None:
+        return
+    ignored = ignored_parameters(module, plan.ignored)
+    found = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and part.weight is not None and part.weight not in ignored
+        if part.running_mean is not None and part.running_mean.dtype != _DTYPES[plan.param_dtype]
+    ]
+    if found:
+        fix = (
+            f"the CPU computes no batch norm with weights in {plan.param_dtype} and running statistics in another "
+            f"dtype ({listed(found)}). Name these modules here, by a regular expression for their whole names: they "
+            "stay whole and as they are. Or leave out the mixed precision"
+        )
+        raise ConfigError(Problem("fsdp_config.ignored_modules", plan.ignored, fix))
 
 
 def _precision(plan: ShardPlan, root: bool) -> MixedPrecisionPolicy:

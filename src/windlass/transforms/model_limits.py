@@ -8,6 +8,7 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_job_logger
+from windlass.core.types import IGNORED
 from windlass.transforms.evaluating import vocabulary_of
 
 logger = get_job_logger(__name__)
@@ -106,6 +107,13 @@ class ModelLimits:
         if self.positions_learned:
             raise ConfigError(Problem("max_length", max_length, fix))
         logger.warning("max_length=%s: %s", max_length, fix)
+
+
+def ignored_label(model: nn.Module) -> int:
+    """The label that the model's own loss leaves out: -100, but for models of transformers that label pixels."""
+    config = getattr(model, "config", None)  # of a wrapper, too: those of peft have it
+    found = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", None))
+    return found if isinstance(found, int) else IGNORED
 
 
 def _output_tokens(model: nn.Module) -> int | None:
