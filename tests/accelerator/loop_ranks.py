@@ -200,7 +200,11 @@ def late_optimizer() -> None:
 
 def syncing() -> None:
     """Gradients under `no_sync` are this rank's own until a backward that reduces."""
-    accelerator = make(False)
+    accelerator, evaluated = make(False), nn.Linear(1, 1)
+    assert accelerator.prepare_model(evaluated, evaluation_mode=True) is evaluated
+    evaluated.hf_device_map = {"0": "cpu", "1": "disk"}  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="by a device_map cannot be spread over processes too"):
+        make(False).prepare(evaluated)
     model = accelerator.prepare(nn.Linear(1, 1, bias=False))
     x = torch.full((1, 1), float(accelerator.process_index + 1))
     with accelerator.no_sync(model):

@@ -164,6 +164,7 @@ def test_the_private_lists_that_scripts_read() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     prepared = accelerator.prepare(model, optimizer, schedule, DataLoader([1, 2]))  # type: ignore[arg-type]
+    accelerator.prepare(*prepared)
     lists = ("_models", "_optimizers", "_schedulers", "_dataloaders")
     assert [getattr(accelerator, name) for name in lists] == [[item] for item in prepared]
     assert all(item._is_accelerate_prepared for item in prepared)

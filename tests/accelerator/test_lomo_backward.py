@@ -66,6 +66,13 @@ def test_it_must_be_the_only_optimizer() -> None:
         accelerator.backward(model(**rows_batch())[0])
 
 
+def test_it_updates_before_an_overflow_is_known() -> None:
+    accelerator, model = Accelerator(cpu=True, mixed_precision="fp16"), Tied()
+    model, _ = accelerator.prepare(model, Lomo(model.parameters()))
+    with pytest.raises(ConfigError, match="Lomo updates in the backward, before an overflow is known"):
+        accelerator.backward(model(**rows_batch())[0])
+
+
 def rows_batch() -> dict[str, torch.Tensor]:
     return next(iter(DataLoader(rows(2), batch_size=2)))  # type: ignore[arg-type]
 

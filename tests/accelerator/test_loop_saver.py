@@ -104,8 +104,12 @@ def test_folders_are_numbered_and_the_oldest_go(tmp_path: Path) -> None:
 
     again = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, iteration=2)
     loop = Loop(project_config=again)
-    with pytest.raises(CheckpointError, match="checkpoint_2 exists already"):
-        loop.accelerator.save_state()
+    foreign = tmp_path / "checkpoints" / "checkpoint_7"
+    foreign.mkdir()
+    for number in (7, 2):
+        again.iteration = number
+        with pytest.raises(CheckpointError, match=f"checkpoint_{number} exists already"):
+            loop.accelerator.save_state()
     (folders[2] / "model.safetensors").write_bytes(b"torn")
     loop.accelerator.load_state()  # the newest that is whole
     assert loop.accelerator.save_iteration == 2
@@ -225,8 +229,10 @@ def test_a_save_in_the_middle_of_an_update_says_what_it_lacks(
 def test_another_set_of_objects_is_refused(tmp_path: Path) -> None:
     folder = Loop().accelerator.save_state(tmp_path / "state")
     other = Loop()
-    other.accelerator.prepare(tiny())
-    with pytest.raises(CheckpointError, match="holds 1 models and 2 here"):
+    other.accelerator.prepare(tiny(), torch.optim.lr_scheduler.StepLR(other.optimizer, 1))
+    other.accelerator.register_for_checkpointing(Drawing())
+    wrong = "holds 1 models and 2 here, 1 schedules and 2 here, 1 registered objects and 2 here"
+    with pytest.raises(CheckpointError, match=wrong):
         other.accelerator.load_state(folder)
     lacking = Loop()
     lacking.accelerator.prepare(DataLoader([1, 2]))  # type: ignore[arg-type]

@@ -49,6 +49,20 @@ def test_a_loop_that_goes_on_ends_with_the_same_bits(case: str, tmp_path: Path) 
     assert [name for name in ours if not same_bits(ours[name], theirs[name])] == []
 
 
+def test_a_registered_optimizer_keeps_the_groups_that_others_hold(tmp_path: Path) -> None:
+    accelerator, model = make(False), nn.Linear(2, 2)
+    accelerator.prepare(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.register_for_checkpointing(inner)
+    groups, (group,) = inner.param_groups, inner.param_groups
+    folder = accelerator.save_state(tmp_path / "state")
+    group["lr"] = 0.5
+    accelerator.load_state(folder)
+    assert inner.param_groups is groups
+    assert groups[0] is group
+    assert group["lr"] == 0.1
+
+
 def test_a_model_that_does_not_come_back_is_refused_at_the_first_save(tmp_path: Path) -> None:
     loop = Loop(Partial())
     with pytest.raises(CheckpointError, match=r"that are trained: layer\.bias"):

@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from tests.accelerator.loop_cases import make
 from tests.said import listening
 from torch import nn
+from torch.utils.data import DataLoader
 
 from windlass import Accelerator
+from windlass.core.errors import ModelError
 
 
 def test_a_model_in_mixed_precision_is_exported() -> None:
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare(nn.Linear(3, 2))
     x = torch.ones(1, 3)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test_what_is_not_to_be_moved_stays_where_it_is() -> None:
+    accelerator, apart = Accelerator(cpu=True), Accelerator(cpu=True, device_placement=False)
+    moved, kept = DataLoader([1]), DataLoader([2])  # type: ignore[arg-type, var-annotated]
+    far = [nn.Linear(2, 1, device="meta") for _ in range(3)]
+    far[2].hf_device_map = {"0": "cpu", "1": "disk"}  # type: ignore[assignment]
+    found = accelerator.prepare(far[0], moved, kept, far[2], device_placement=[False, None, False, None])
+    assert (found[1].device, found[2].device) == (accelerator.device, None)
+    assert apart.prepare(far[1], kept)[1].device is None
+    assert all(model.weight.is_meta for model in far)
+
+
+def test_a_model_on_several_devices_is_not_sharded_too() -> None:
+    model = nn.Linear(2, 1)
+    model.hf_device_map = {"0": "cpu", "1": "disk"}  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="by a device_map cannot be spread over processes too"):
+        make(True).prepare(model)
+
+
+def test_forwards_and_steps_whose_results_are_discarded_change_nothing() -> None:
+    accelerator, model = make(False), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def backward() -> None:
+        accelerator.backward(model(torch.eye(2, dtype=torch.float64)).square().sum())
+
+    with accelerator.discarding():
+        backward()
+        optimizer.step()
+        optimizer.step(backward)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_schedule_says_what_it_counts_if_that_is_more_than_the_updates() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    with listening() as said:
+        Accelerator(cpu=True).prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    assert not said
 
 
 def test_momentum_that_no_checkpoint_holds_is_said_when_it_is_prepared() -> None:

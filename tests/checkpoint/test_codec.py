@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from windlass.checkpoint.codec import decode, encode, load_state, save_state, state_bytes
+from windlass.checkpoint.codec import (
+    as_tensors,
+    decode,
+    encode,
+    load_state,
+    same_value,
+    save_state,
+    state_bytes,
+)
 from windlass.core.errors import CheckpointError
 
 DTYPES = [
@@ -135,6 +143,8 @@ def test_views_are_saved_by_value(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], state[key]) for key in state)
     loaded["row"].zero_()
     assert torch.equal(loaded["t"], base.T)  # memory of its own
+    (foreign,) = decode(*encode([np.arange(3, dtype=">i4")]))
+    assert foreign.tolist() == [0, 1, 2], "of the other order of bytes"
 
 
 class Named(tuple):
@@ -153,6 +163,23 @@ class Named(tuple):
 def test_any_other_type_is_refused_by_path_and_type(value: Any, kind: str) -> None:
     with pytest.raises(CheckpointError, match=rf"'groups\.1\.extra'.*{kind}"):
         encode({"groups": [{}, {"extra": value}]})
+
+
+def test_a_number_that_could_not_be_read_again_is_refused() -> None:
+    assert decode(*encode([1 << 8191])) == [1 << 8191]
+    with pytest.raises(CheckpointError, match=r"'0' is a whole number of 8193 bits"):
+        encode([1 << 8192])
+
+
+def test_values_are_the_same_if_their_tensors_are() -> None:
+    assert same_value({"a": torch.ones(2)}, {"a": torch.ones(2)})
+    assert not same_value({"a": torch.ones(2)}, {"a": torch.zeros(2)})
+    assert not same_value({"a": 1}, {"a": 2})
+
+
+def test_two_values_of_a_model_do_not_share_a_name() -> None:
+    with pytest.raises(CheckpointError, match="'a#json' exists twice"):
+        as_tensors({"a#json": torch.ones(2), "a": 3})
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from tests.checkpoint.test_nodes import machines, on_ranks
 from torch import Tensor
 
+from windlass.checkpoint import host_memory
 from windlass.checkpoint.codec import Encoded
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.host_memory import HostMemory, devices_of
 from windlass.checkpoint.sharded import RankParts
 from windlass.checkpoint.weights import split_aliases
 from windlass.core.errors import CheckpointError
+from windlass.dist.gang import Gang
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"
@@ -86,6 +91,40 @@ def test_any_strides_and_dtypes_are_copied_as_they_are() -> None:
     assert torch.equal(taken.weights[FILE]["m"], matrix)
     assert torch.equal(taken.weights[FILE]["f"], flags)
     assert taken.weights[FILE]["m"].is_contiguous()
+
+
+def test_another_dtype_is_not_copied_into_the_memory_of_the_first() -> None:
+    memory = HostMemory(CPU)
+    for dtype in (torch.float32, torch.int64):
+        taken, _ = memory.snapshot(Content(weights={FILE: {"w": torch.tensor([7], dtype=dtype)}}))
+        assert taken.weights[FILE]["w"].dtype == dtype
+
+
+def test_the_blocks_that_are_held_are_room_for_the_next_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    for name, text in (("max", "1000000"), ("current", "600000"), ("stat", "anon 7\ninactive_file 100000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert host_memory.available_memory() == 500_000
+    memory, large = HostMemory(CPU), content(1.0, size=15_000)
+    assert memory.try_snapshot(large, Gang()) is not None
+    (tmp_path / "memory.current").write_text("900000")
+    assert memory.try_snapshot(large, Gang()) is not None
+    assert HostMemory(CPU).try_snapshot(large, Gang()) is None
+
+
+def test_ranks_of_a_machine_need_memory_together_and_copy_together() -> None:
+    def needed(gang: Gang) -> int:
+        return host_memory.room_on_machine(5, gang)[0]
+
+    def copied(gang: Gang) -> bool:
+        limit = 1_000_000 if gang.rank else 10
+        return HostMemory(CPU, limit).try_snapshot(content(1.0), gang) is not None
+
+    assert on_ranks(machines(1, 2), needed) == [10, 10]
+    assert on_ranks(machines(2, 1), needed) == [5, 5]
+    assert on_ranks(machines(1, 2), copied) == [False, False]
 
 
 def test_what_cannot_be_saved_is_found_when_it_is_copied() -> None:

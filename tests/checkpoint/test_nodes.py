@@ -6,9 +6,9 @@ import errno
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tests.checkpoint.faults import state_of
@@ -105,22 +105,40 @@ def test_a_machine_that_cannot_write_stops_all(tmp_path: Path) -> None:
 # --- the files of several disks
 
 
-def save_on_two(tmp_path: Path) -> tuple[Path, Path]:
-    """Checkpoint 1 of two ranks with a disk each."""
+def disks_of(gang: Gang) -> Disks:
+    """The first rank has a disk of its own, the others share one."""
+    return Disks(0, 2, (0,)) if gang.rank == 0 else Disks(1, 2, tuple(range(1, gang.size)))
+
+
+def save_on_two(tmp_path: Path, ranks: int = 2, steps: Sequence[int] = (1,)) -> tuple[Path, Path]:
+    """Checkpoints of ranks with two disks; the last one's path on both."""
 
     def save(gang: Gang) -> None:
-        disks = Disks(gang.rank, 2, (gang.rank,))
-        root = tmp_path / str(gang.rank)
+        disks = disks_of(gang)
+        root = tmp_path / str(disks.node)
         store = Store(root, all_ranks=gang, disks=disks)
 
         def write(staged: StagedCheckpoint) -> None:
-            staged.write_state("optimizer", state_of(gang.rank))
+            if store.is_writer:
+                staged.write_state("optimizer", state_of(gang.rank))
             staged.write_rank_state({"rng": state_of(gang.rank)})
 
-        store.write(1, {}, write)
+        for step in steps:
+            store.write(step, {}, write)
 
-    assert on_ranks(machines(2, 1), save) == [None, None]
-    return tmp_path / "0" / "checkpoint-1", tmp_path / "1" / "checkpoint-1"
+    assert on_ranks(machines(ranks, 1), save) == [None] * ranks
+    return tmp_path / "0" / f"checkpoint-{steps[-1]}", tmp_path / "1" / f"checkpoint-{steps[-1]}"
+
+
+def chosen(roots: Sequence[Path], which: Literal[True] | str) -> list[str]:
+    """What two ranks with these folders go on from, or why they do not; `which`: True or the name in each folder."""
+
+    def choose(gang: Gang) -> str:
+        disks, root = Disks(gang.rank, 2, (gang.rank,)), roots[gang.rank]
+        store = Store(root, all_ranks=gang, disks=disks)
+        return str(take_over(choose_on_all(store, which if which is True else str(root / which))).path)
+
+    return [str(found) for found in on_ranks(machines(2, 1), choose)]
 
 
 def test_the_newest_that_is_on_all_disks_stays_until_another_is(tmp_path: Path) -> None:
@@ -197,6 +215,32 @@ def test_a_disk_that_cannot_be_listed_stops_all(tmp_path: Path) -> None:
         assert isinstance(error, CheckpointError)
         assert "node 1: " in str(error)
         assert "cannot be listed: [Errno 5] no answer" in str(error)
+
+
+def test_the_newest_that_all_disks_have_is_chosen(tmp_path: Path) -> None:
+    first, second = save_on_two(tmp_path, steps=(1, 2))
+    shutil.rmtree(second)
+    roots = [first.parent, second.parent]
+    assert chosen(roots, True) == [str(root / "checkpoint-1") for root in roots]
+
+
+def test_disks_that_do_not_have_one_whole_checkpoint_are_named(tmp_path: Path) -> None:
+    first, second = save_on_two(tmp_path / "a")
+    roots, again = (
+        [first.parent, second.parent],
+        [path.parent for path in save_on_two(tmp_path / "b", steps=(2, 1))],
+    )
+    more = [path.parent for path in save_on_two(tmp_path / "c", ranks=3)]
+    for found, words in (
+        (
+            [roots[0], again[1]],
+            "hold different saves: node 0 has save 1 of step 1, node 1 has save 2 of step 1",
+        ),
+        ([roots[0], roots[0]], "what node 1 of 2 wrote at step 1 is on no disk"),
+        (roots[::-1], "rank-00000.json is missing"),
+        (more, "rank-00001.json is missing"),  # fewer ranks than before take the states of all
+    ):
+        assert [words in said for said in chosen(found, "checkpoint-1")] == [True, True], words
 
 
 def test_each_disk_lists_its_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from windlass.checkpoint.pretrained import file_layout, overrides_saving
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.pretrained import (
+    by_names_in_memory,
+    file_layout,
+    overrides_saving,
+    write_configurations,
+)
+from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME, load_weights, save_weights
 from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import Part
 from windlass.trainer.model_writer import ModelWriter, WrittenBeside
 
 transformers = pytest.importorskip("transformers")
@@ -32,9 +41,11 @@ def llama(**changes: Any) -> Any:
 
 
 def mixtral() -> Any:
-    """A mixture of experts, whose experts are one tensor in memory and one file entry each."""
+    """A mixture of experts, whose experts are one tensor in memory and one file entry each: the eleventh has the index
+    10, which comes before 2 among words.
+    """
     return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**TEXT, num_local_experts=3, num_experts_per_tok=2)
+        transformers.MixtralConfig(**TEXT, num_local_experts=11, num_experts_per_tok=2)
     )
 
 
@@ -231,4 +242,37 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_only_models_of_transformers_have_a_layout(tmp_path: Path) -> None:
     assert file_layout(nn.Linear(2, 2)) is None
     assert not overrides_saving(nn.Linear(2, 2))
-    assert not overrides_saving(llama())
+    model = llama()
+    assert not overrides_saving(model)
+    model.save_pretrained = lambda folder: None
+    assert overrides_saving(model)
+    model.hf_quantizer = object()  # whose weights `save_pretrained` packs
+    assert file_layout(model) is None
+
+
+def test_weights_with_a_tie_that_the_model_does_not_declare_come_back(tmp_path: Path) -> None:
+    model = llama()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    load_weights(written(model, tmp_path), scramble(model))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_part_of_a_tensor_that_is_made_of_several_is_read(tmp_path: Path) -> None:
+    model = mixtral()
+    whole = model.state_dict()
+    part = Part((1, 0, 2), (4, 3, 5))
+    with open_tensors(written(model, tmp_path) / WEIGHTS_NAME, Files()) as source:
+        found = by_names_in_memory(source, whole.keys(), model)
+        for name in (name for name in whole if name.endswith("experts.down_proj")):
+            assert torch.equal(found.read(name, part), part.of(whole[name]))
+
+
+def test_configurations_name_the_class_as_its_script_does(tmp_path: Path) -> None:
+    sharded, other = llama(), nn.Linear(2, 2)
+    sharded.__class__ = type("FSDPLlamaForCausalLM", (type(sharded),), {})  # as FSDP2 renames it
+    other.config = transformers.LlamaConfig(**TEXT)
+    for model, name in ((sharded, "LlamaForCausalLM"), (other, "Linear")):
+        write_configurations(model, tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [name]

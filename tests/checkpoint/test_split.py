@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.checkpoint.faults import CountingFiles, failing, vanish
 from tests.checkpoint.test_faults import in_child
 from tests.checkpoint.test_weights import Tied
@@ -33,6 +34,25 @@ def test_files_keep_to_the_limit_and_the_index_has_the_ties(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="only plain dense tensors can be saved"):
         save_split(tmp_path, {"a": torch.ones(30), "b": torch.eye(2).to_sparse()}, limit=80)
     assert {path.name for path in tmp_path.iterdir()} == set(written), "it is found before a file is written"
+
+
+def test_files_of_another_split_are_removed(tmp_path: Path) -> None:
+    state = model_of(1.0).state_dict()
+    size = sum(tensor.nbytes for tensor in state.values())
+    for limit, count in ((24, 4), (size, 1), (size - 1, 3), (24, 4)):
+        cut_off = tmp_path / "tmp-model-00001-of-00009.safetensors"
+        cut_off.touch()
+        written = save_split(tmp_path, state, limit)
+        assert len(written) == count
+        assert {path.name for path in tmp_path.iterdir()} == set(written)
+
+
+def test_what_is_elsewhere_is_written_in_the_dtype_of_its_place(tmp_path: Path) -> None:
+    place = torch.empty(2, dtype=torch.bfloat16, device="meta")
+    save_split(
+        tmp_path, {"a": place}, 80, offloaded=lambda name: torch.tensor([1.0, 2.0], dtype=torch.float64)
+    )
+    assert load_file(tmp_path / "model.safetensors")["a"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("fault", [vanish, failing()])

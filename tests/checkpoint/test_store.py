@@ -200,6 +200,10 @@ def test_a_foreign_folder_in_the_way_is_kept_aside(tmp_path: Path) -> None:
         assert newest(tmp_path) == 3
     assert (tmp_path / "checkpoint-3.aside" / "optimizer.pt").read_text() == "one"
     assert (tmp_path / "checkpoint-3.aside1" / "optimizer.pt").read_text() == "two"
+    foreign.rename(tmp_path / "kept")
+    foreign.symlink_to(tmp_path / "kept")
+    save(tmp_path, 3)
+    assert (tmp_path / "checkpoint-3.aside2").readlink() == tmp_path / "kept", "a link to one is not one"
 
 
 def test_a_cut_off_replacement_is_found_under_its_own_name_and_mended(tmp_path: Path) -> None:

@@ -170,6 +170,10 @@ def test_options_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     assert converted(accelerator.unwrap_model(prepared)) == ["0", "1"]
+    evaluated, frozen = network(32, 32, 32, 32), network(32, 32, 32, 32).requires_grad_(False)
+    accelerator.prepare_model(evaluated, evaluation_mode=True)
+    accelerator.prepare(frozen)
+    assert converted(evaluated) == converted(frozen) == [], "only what is trained"
     before = model[0].weight.clone()
     accelerator.backward(prepared(torch.randn(4, 32)).square().mean())
     optimizer.step()

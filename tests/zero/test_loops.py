@@ -14,7 +14,7 @@ from tests.zero.test_swap_files import NO_COMPILER, compiles
 
 from windlass import Accelerator
 from windlass.core.errors import ConfigError
-from windlass.utils import DeepSpeedPlugin
+from windlass.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
 TOLERANCE = 5e-6  # of fp32
 
@@ -50,6 +50,19 @@ def test_a_schedule_beside_that_of_the_configuration_is_refused() -> None:
         accelerator.prepare(schedule)
     with pytest.raises(ConfigError, match=r"optimizer.type='AdamW': contradicts SGD of the script"):
         accelerator.prepare(optimizer)
+
+
+def test_placeholders_may_be_prepared_one_after_the_other() -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=loop_ranks.FILE))
+    optimizer = DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    schedule = DummyScheduler(optimizer, warmup_num_steps=2)
+    with pytest.raises(
+        ConfigError, match="DummyScheduler=None: represents the schedule of a DummyOptim that was not"
+    ):
+        accelerator.prepare(schedule)
+    made = accelerator.prepare(optimizer)
+    assert accelerator.prepare(made) is made
+    assert accelerator.prepare(schedule).optimizer.param_groups is made.param_groups
 
 
 # --- where the optimizer's state lies, and what clears gradients ------------------------------------------------------

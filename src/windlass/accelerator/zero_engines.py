@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.setup import Setup
 from windlass.config.deepspeed import AUTO, RunValues, completed, for_engine, in_precision, value_at
 from windlass.config.plan import ZeroPlan
@@ -40,9 +41,8 @@ class ZeroEngines:
         configuration has none, or has one beside an object of the script.
         """
         self._check(objects)
-        made = {id(item): self._optimizer(item) for item in objects if isinstance(item, DummyOptim)}
-        found = [made.get(id(item), item) for item in objects]
-        return [self._schedule(item, made) if isinstance(item, DummyScheduler) else item for item in found]
+        found = [self._optimizer(item) if isinstance(item, DummyOptim) else item for item in objects]
+        return [self._schedule(item) if isinstance(item, DummyScheduler) else item for item in found]
 
     def _check(self, objects: Sequence[Any]) -> None:
         plan = self.plan
@@ -51,7 +51,9 @@ class ZeroEngines:
             if isinstance(item, DummyOptim) and "optimizer" not in config:
                 fix = "represents the optimizer of a DeepSpeed configuration, which has none; pass a real one"
                 raise ConfigError(Problem("DummyOptim", None, fix))
-            if isinstance(item, torch.optim.Optimizer) and "optimizer" in config:
+            # An earlier call may have made it of a placeholder.
+            prepared = isinstance(item, PreparedOptimizer) and not item.is_free
+            if isinstance(item, torch.optim.Optimizer) and not prepared and "optimizer" in config:
                 raise ConfigError(self._both("optimizer", item, "DummyOptim"))
             if isinstance(item, LRScheduler) and "scheduler" in config:
                 raise ConfigError(self._both("scheduler", item, "DummyScheduler"))
@@ -80,10 +82,14 @@ class ZeroEngines:
         read = {name: value for name, value in section.get("params", {}).items() if name not in _KERNELS}
         options = {"lr": item.lr, "weight_decay": item.weight_decay, **item.kwargs, **read}
         # The only kind: a configuration that names another one is refused when it is read.
-        return torch.optim.AdamW(item.params, **options)
+        item.made = torch.optim.AdamW(item.params, **options)
+        return item.made
 
-    def _schedule(self, item: DummyScheduler, made: dict[int, torch.optim.Optimizer]) -> Any:
-        optimizer = made.get(id(item.optimizer), item.optimizer)
+    def _schedule(self, item: DummyScheduler) -> Any:
+        optimizer = item.optimizer.made if isinstance(item.optimizer, DummyOptim) else item.optimizer
+        if optimizer is None:
+            fix = "represents the schedule of a DummyOptim that was not prepared: prepare that with it, or before it"
+            raise ConfigError(Problem("DummyScheduler", None, fix))
         if item.lr_scheduler_callable is not None:
             return item.lr_scheduler_callable(optimizer)
         peak = max(group["lr"] for group in optimizer.param_groups)
@@ -178,6 +184,7 @@ class DummyOptim:
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+        self.made: torch.optim.Optimizer | None = None  # what `prepare` made of it
 
 
 class DummyScheduler:
