@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ def model() -> nn.Module:
 def main(folder: Path) -> None:
     handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
-    prepared = accelerator.prepare(model())
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "error", FutureWarning
+        )  # PyTorch has another name for this option, and another meaning
+        prepared = accelerator.prepare(model())
     prepared(torch.randn(8, 4) + accelerator.process_index)
     accelerator.save_state(folder)

@@ -18,7 +18,8 @@ pytest.importorskip("peft")
 
 
 @pytest.mark.dist
-def test_two_ranks_are_one_process(tmp_path: Path) -> None:
+def test_two_ranks_are_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
     found, _ = on_ranks(2, main, tmp_path)
     for name, case in CASES.items():
         alone = figures(tmp_path / name / "alone", **case)
@@ -28,6 +29,8 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
         for other in (split, *(found[f"{name} {way}"] for way in WAYS)):
             for ours, theirs in zip(other, alone, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-10, abs=1e-12), name
+    # Of both datasets by two ranks in two ways, and by one process in batches of two sizes; evaluations have one.
+    assert len(list((tmp_path / "home" / "reference").iterdir())) == 7, "none used what others had rounded"
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

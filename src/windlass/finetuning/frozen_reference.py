@@ -342,6 +342,13 @@ def model_hash(model: nn.Module) -> str | None:
     return digest.hexdigest()
 
 
+def rounding_of_device(device: torch.device) -> tuple[str | int, ...]:
+    """What the rounding of a forward on this device depends on, besides the model."""
+    if device.type == "cuda":
+        return (torch.cuda.get_device_name(device), torch.get_float32_matmul_precision())
+    return (device.type, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+
+
 def _has_own_code(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] not in _LIBRARIES or "forward" in vars(module)
 

@@ -22,6 +22,7 @@ from windlass.finetuning.frozen_reference import (
     SecondModel,
     choose_reference,
     model_hash,
+    rounding_of_device,
 )
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
@@ -185,8 +186,12 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
     def _settings_key(self) -> str:
         args = self.args
         chosen = (args.max_length, getattr(args, "truncation_mode", ""), getattr(args, "ld_alpha", None))
-        computed = (args.bf16, args.fp16, args.qat, args.precompute_ref_batch_size)
-        return repr((type(self).__name__, *chosen, *computed))
+        rows = (args.precompute_ref_batch_size, getattr(args, "padding_free", False))
+        attention = getattr(getattr(self._choice.source, "config", None), "_attn_implementation", None)
+        computed = (self._plan.precision, args.qat, attention)
+        # With what ranks of another layout rounded and kept, a run would not have its own bits a second time.
+        ranks = (self._engine.dist, self._session.all_ranks.size, *rounding_of_device(self._session.device))
+        return repr((type(self).__name__, *chosen, *rows, *computed, *ranks))
 
     def _add_reference_to_datasets(self) -> None:
         train, size = self.args.per_device_train_batch_size, self.args.precompute_ref_batch_size

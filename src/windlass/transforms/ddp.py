@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -226,7 +227,10 @@ def replicate(module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> Replicated
     # With a device named, DDP moves inputs there; on the host it refuses the option.
     if device.type not in ("cpu", "mps"):
         options["device_ids"] = [device]
-    return _wrap(module, options, loss_ranks)
+    with warnings.catch_warnings():
+        # Its successor also sends buffers once at the start, which ranks may have of their own.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return _wrap(module, options, loss_ranks)
 
 
 def _searches(module: nn.Module, plan: DistPlan) -> bool:
