@@ -28,7 +28,7 @@ RECIPE: dict[str, Any] = {
         "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2,
         "save_steps": 2,
     },
-    "sample": {"prompt": "the cat", "max_new_tokens": 30},
+    "sample": {"prompt": "the cat", "max_new_tokens": 60},
 }  # fmt: skip
 
 
