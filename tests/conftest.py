@@ -157,10 +157,33 @@ def _late_imports() -> Iterator[None]:
         _set_aside()
 
 
+_LOGGING = "logging-plugin"
+_LOGS = pytest.StashKey[object | None]()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     _set_aside()
+    # It adds two handlers to each of a hundred loggers and removes them, three times a test, which takes as long as all
+    # else that pytest does. Without handlers of the root, `logging.basicConfig` would set some that stay.
+    manager, root = session.config.pluginmanager, logging.getLogger()
+    root.addHandler(logging.NullHandler())
+    session.stash[_LOGS] = manager.unregister(name=_LOGGING)
     if len(session.items) > 1000:  # for a few tests it costs more than it saves
         keep_large_pages()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Give what is logged to the tests that ask for it."""
+    logs_plugin = item.session.stash[_LOGS]
+    if logs_plugin is None or "caplog" not in getattr(item, "fixturenames", ()):
+        return (yield)
+    manager = item.config.pluginmanager
+    manager.register(logs_plugin, _LOGGING)
+    try:
+        return (yield)
+    finally:
+        manager.unregister(logs_plugin)
 
 
 def _environment() -> dict[str, str]:

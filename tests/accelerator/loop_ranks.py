@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -98,6 +99,11 @@ def ranks() -> None:
     with accelerator.main_process_first():
         assert mark.exists() is not main
         mark.touch()
+    with contextlib.suppress(ValueError), accelerator.main_process_first():
+        if main:
+            raise ValueError("the others need not wait for what comes after it")
+    mine = torch.tensor([float(main)])
+    assert accelerator.reduce(mine).tolist() == [1.0]
 
 
 def raw_use() -> None:
@@ -205,7 +211,9 @@ def syncing() -> None:
     evaluated.hf_device_map = {"0": "cpu", "1": "disk"}  # type: ignore[assignment]
     with pytest.raises(ModelError, match="by a device_map cannot be spread over processes too"):
         make(False).prepare(evaluated)
+    assert not accelerator.forwards_meet
     model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    assert accelerator.forwards_meet
     x = torch.full((1, 1), float(accelerator.process_index + 1))
     with accelerator.no_sync(model):
         first, second = model(x).sum(), model(x).sum()
@@ -298,6 +306,8 @@ def checkpoints() -> None:
     ):
         accelerator = make(before, state, **options)
         train(accelerator, None, 2)
+        if after:  # a hook that leaves the models to the save
+            accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
         folder = accelerator.save_state(FOLDER / "state")
         assert (Path(folder) / "model-rank-00001.safetensors").exists() == state.startswith("SHARD")
         found = train(make(after, **options), Path(folder), 2)

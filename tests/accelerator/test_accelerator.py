@@ -15,7 +15,12 @@ from windlass.accelerator.engine import TrainerEngine
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.ranks import Ranks
-from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
+from windlass.config.loop_options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+)
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.core.errors import ConfigError, ModelError
 from windlass.data.dealt_loader import DealtLoader
@@ -76,6 +81,8 @@ def test_autocast_is_the_runs(accelerator: Accelerator) -> None:
     with accelerator.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    with accelerator.autocast(AutocastKwargs(cache_enabled=False)):
+        assert not torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
@@ -131,6 +138,8 @@ def test_the_trainer_prepares_its_own_objects_itself() -> None:
     assert isinstance(stepped, PreparedOptimizer)
     assert isinstance(after, PreparedSchedule)
     engine.attach(UpdateNormaliser(1), executor_of(model))
+    with pytest.raises(ConfigError, match="is the model of the Trainer, which saves it"):
+        del accelerator._models[0]
     before = beside.weight.detach().clone()
     prepared(torch.ones(1, 1)).sum().backward()
     stepped.step()

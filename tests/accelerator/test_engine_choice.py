@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -15,7 +16,7 @@ from windlass.accelerator.setup import EngineChoice
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError
 from windlass.state import AcceleratorState
-from windlass.utils import DeepSpeedPlugin
+from windlass.utils import DeepSpeedPlugin, DummyOptim
 
 CONFIGS = {"student": {"zero_optimization": {"stage": 2}}, "teacher": {"zero_optimization": {"stage": 3}}}
 
@@ -33,8 +34,23 @@ def test_the_first_is_selected_until_another_is() -> None:
     assert [plan.config for plan in made] == list(CONFIGS.values()), (
         "models are built as the selected one says"
     )
+    copied = pickle.loads(pickle.dumps(choice))  # of a data worker
+    assert copied.plan == choice.plan
     with pytest.raises(ConfigError, match="'student', 'teacher'"):
         choice.select("third")
+
+
+def test_a_placeholder_becomes_the_optimizer_of_the_configuration() -> None:
+    options = {"lr": 0.2, "weight_decay": "auto", "adam_w_mode": True, "torch_adam": True}
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": options}}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    parameters = list(nn.Linear(2, 1).parameters())
+    made = accelerator.prepare(DummyOptim(parameters, lr=0.1, weight_decay=0.3, betas=(0.5, 0.6)))
+    (group,) = made.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.2, 0.3, (0.5, 0.6))
+    assert accelerator.prepare(made) is made
+    with pytest.raises(ConfigError, match=r"optimizer.type='AdamW': contradicts SGD of the script"):
+        accelerator.prepare(torch.optim.SGD(parameters))
 
 
 def test_an_accelerator_shows_its_plugins() -> None:

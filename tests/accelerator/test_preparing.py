@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.accelerator.loop_cases import make
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from windlass import Accelerator
 from windlass.core.errors import ModelError
+from windlass.utils import ProjectConfiguration
 
 
 def test_a_model_in_mixed_precision_is_exported() -> None:
@@ -51,6 +54,31 @@ def test_forwards_and_steps_whose_results_are_discarded_change_nothing() -> None
         optimizer.step(backward)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_of_groups_that_are_added_later_are_unscaled_too() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model[0].parameters(), lr=1.0))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    for step in range(2):
+        for layer in model:
+            accelerator.backward(layer(torch.ones(1, 2)).sum())
+        optimizer.step()
+        model.zero_grad()
+        if step == 0:
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert [layer.weight.tolist() for layer in model] == [[[-1.0, -1.0]], [[0.0, 0.0]]]
+
+
+def test_options_beside_the_objects_that_hold_such(tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path / "own"))
+    accelerator = Accelerator(
+        cpu=True, split_batches=True, project_dir=tmp_path / "other", project_config=project
+    )
+    assert accelerator.split_batches
+    assert accelerator.project_dir == str(tmp_path / "own")
 
 
 def test_a_schedule_says_what_it_counts_if_that_is_more_than_the_updates() -> None:

@@ -17,9 +17,8 @@ from windlass.checkpoint.background import BackgroundSaver
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
-from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.nodes import Disks, find_disks
-from windlass.checkpoint.opening import choose_on_all
+from windlass.checkpoint.opening import choose_on_all, open_on_all
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import SaveDropped, Store
@@ -43,6 +42,9 @@ class ThreadGang(Gang):
         values = list(self._board)
         self._barrier.wait()
         return values
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return self.gather_objects(value)[source]
 
     def vote(self, ok: bool) -> bool:
         return all(self.gather_objects(ok))
@@ -199,7 +201,7 @@ def test_a_disk_without_room_leaves_nothing_on_any(tmp_path: Path) -> None:
 class Unlisted(Store):
     """A folder whose disk does not answer."""
 
-    def committed(self) -> list[CheckpointInfo]:
+    def folders(self) -> list[Path]:
         raise OSError(errno.EIO, "no answer")
 
 
@@ -215,6 +217,13 @@ def test_a_disk_that_cannot_be_listed_stops_all(tmp_path: Path) -> None:
         assert isinstance(error, CheckpointError)
         assert "node 1: " in str(error)
         assert "cannot be listed: [Errno 5] no answer" in str(error)
+
+    def open_shared(gang: Gang) -> None:
+        open_on_all(CheckpointManager(Unlisted(tmp_path / "0", all_ranks=gang)), True, gang)
+
+    for error in on_ranks(machines(1, 2), open_shared):
+        assert isinstance(error, CheckpointError)
+        assert "no answer" in str(error)
 
 
 def test_the_newest_that_all_disks_have_is_chosen(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from windlass.config.arguments import (
     source_of,
 )
 from windlass.config.validate import check
+from windlass.core import logs
 from windlass.core.errors import ConfigError
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
 from windlass.finetuning.sft_config import SFTConfig
@@ -264,6 +265,13 @@ def test_describe_says_what_was_changed() -> None:
     changed = {name: value for name, value, default in describe(args) if not default}
     assert changed == {"output_dir": "out", "learning_rate": 1e-3, "eval_strategy": "steps"}
     assert [name for name, _, _ in describe(args)] == [f.name for f in dataclasses.fields(args)]
+
+
+@pytest.mark.parametrize(("level", "is_default"), [(logs.ERROR, True), (logs.INFO, False)])
+def test_a_default_that_follows_from_the_verbosity_is_that_of_now(level: int, is_default: bool) -> None:
+    logs.set_verbosity(level)
+    found = {name: default for name, _, default in describe(TrainingArguments("out", disable_tqdm=True))}
+    assert found["disable_tqdm"] is is_default
 
 
 def test_an_argument_that_is_assigned_was_set_by_the_script() -> None:

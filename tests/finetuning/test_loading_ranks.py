@@ -196,7 +196,7 @@ class Reads:
 
 
 def trainer_of(kind: str, base: str, folder: Path, form: Any, adapter: Any, options: dict[str, Any]) -> Any:
-    options = {"per_device_train_batch_size": 2, "fsdp": "full_shard", **options}
+    options = {"per_device_train_batch_size": 2, "max_steps": 2, "fsdp": "full_shard", **options}
     others = {"quantization_config": form, "peft_config": adapter, "eval_dataset": held(kind)}
     if kind == "SFT":
         rows = small.table(small.texts(16))

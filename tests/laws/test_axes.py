@@ -12,7 +12,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.laws.source import modules
+from tests.laws.source import modules, nodes
 
 from windlass.core.mesh import VIEWS
 
@@ -70,7 +70,7 @@ def unnamed(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, text) of every number of ranks that is computed with and names no view, and of every parameter of type
     `Gang` with another name than `gang` or that of a view.
     """
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         for side in operands(node):
             if is_bare(side):
                 yield side.lineno, ast.unparse(side)

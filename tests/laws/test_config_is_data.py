@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.laws.source import Module, imports, modules
+from tests.laws.source import Module, imports, modules, nodes
 
 HEAVY = {"torch", "numpy", "transformers", "datasets", "tokenizers", "safetensors", "accelerate"}
 ENVIRONMENT_CALLS = {"setdefault", "update", "pop", "clear", "popitem", "__setitem__", "__delitem__"}
@@ -22,7 +22,7 @@ CONFIG = [m for m in modules() if m.room == "config"]
 
 
 def environment_writes(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in nodes(module.tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
             targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
             for target in targets:

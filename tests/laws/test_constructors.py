@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.laws.source import modules
+from tests.laws.source import modules, nodes
 
 ARGUMENTS, ATTRIBUTES = 6, 18
 
@@ -48,7 +48,7 @@ def _inner() -> Iterator[ast.ClassDef]:
         if not module.name.startswith(tuple(f"windlass.{room}" for room in FOR_SCRIPTS)):
             yield from (
                 node
-                for node in ast.walk(module.tree)
+                for node in nodes(module.tree)
                 if isinstance(node, ast.ClassDef) and node.name not in FACADES
             )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.laws.source import modules
+from tests.laws.source import modules, nodes
 
 from windlass import Trainer
 
@@ -22,7 +22,7 @@ def assigned(tree: ast.AST) -> set[str]:
     """The attributes that methods assign on `self`."""
     return {
         node.attr
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         and isinstance(node.value, ast.Name) and node.value.id == "self"
     }  # fmt: skip
@@ -72,7 +72,7 @@ def test_only_hooks_reach_up() -> None:
     """A parameter or attribute named `trainer` is found where methods are bound, and nowhere below."""
     allowed = {"hooks.py", "preparation.py", "compare_ranks.py", "defaults.py"}
     below = [m for m in modules() if m.where.startswith("src/windlass/trainer/")]
-    knowing = {Path(m.where).name for m in below if any(map(_knows_trainer, ast.walk(m.tree)))}
+    knowing = {Path(m.where).name for m in below if any(map(_knows_trainer, nodes(m.tree)))}
     assert knowing <= allowed, knowing - allowed
 
 
@@ -86,7 +86,7 @@ def test_the_law_sees(source: str, expected: set[str]) -> None:
 
 def delegated_by_strings(tree: ast.AST) -> Iterator[int]:
     """Lines of class bodies that assign the result of a call with an attribute path in a string."""
-    for owner in ast.walk(tree):
+    for owner in nodes(tree):
         for node in owner.body if isinstance(owner, ast.ClassDef) else ():
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
             first = value.args[0] if isinstance(value, ast.Call) and value.args else None

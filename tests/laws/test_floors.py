@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from tests.laws.source import Module, by_name, imports, modules, stubs, windlass_targets
+from tests.laws.source import Module, by_name, imports, modules, nodes, stubs, windlass_targets
 from tests.laws.test_facade import BINDERS, FACADE
 
 from windlass.core.outside import OUTSIDE
@@ -83,7 +83,7 @@ def test_modules_named_in_strings_are_no_way_round() -> None:
     upward = {
         (module.name, node.value)
         for module in known.values()
-        for node in ast.walk(module.tree)
+        for node in nodes(module.tree)
         if isinstance(node, ast.Constant) and node.value in known and not _allowed(module, node.value, known)
     }
     assert upward == LOADED_BY_NAME
@@ -103,7 +103,7 @@ def test_the_core_names_what_is_outside_in_one_place() -> None:
     named = {
         module.name
         for module in core
-        for node in ast.walk(module.tree)
+        for node in nodes(module.tree)
         if isinstance(node, ast.Constant)
         and node.value in known
         and known[node.value].room in NAMES_OF_OTHERS

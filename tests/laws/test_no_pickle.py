@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.laws.source import Module, classes, imports, modules
+from tests.laws.source import Module, classes, imports, modules, nodes
 
 MODULES = {
     "pickle",
@@ -39,7 +39,7 @@ def violations(module: Module) -> Iterator[str]:
     for item in imports(module):
         if item.module.split(".")[0] in MODULES:
             yield f"{module.where}:{item.line} imports {item.module}"
-    for node in ast.walk(module.tree):
+    for node in nodes(module.tree):
         if isinstance(node, ast.Call):
             name = _forbidden_call(node.func)
             safe = name == "yaml.load" and _is_safe(node, module)

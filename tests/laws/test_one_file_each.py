@@ -7,7 +7,7 @@ import ast
 from collections import Counter
 
 import pytest
-from tests.laws.source import PACKAGE, Module, classes, imports, modules
+from tests.laws.source import PACKAGE, Module, classes, imports, modules, nodes
 
 from windlass.recipes.tasks import TASKS
 
@@ -61,7 +61,7 @@ def test_members_are_known_to_the_registry_alone(family: str, registry: str) -> 
 def _names_compared(module: Module) -> Counter[str]:
     """String constants that a file compares something with, or matches."""
     found: Counter[str] = Counter()
-    for node in ast.walk(module.tree):
+    for node in nodes(module.tree):
         parts = [*node.comparators, node.left] if isinstance(node, ast.Compare) else []
         if isinstance(node, ast.MatchValue):
             parts = [node.value]
@@ -90,7 +90,7 @@ def test_schedules_and_optimizers_are_not_chosen_by_name_elsewhere() -> None:
 def _names_listed(module: Module) -> set[str]:
     """String constants that are keys, subscripts or members of a collection in a file."""
     parts: list[ast.AST | None] = []
-    for node in ast.walk(module.tree):
+    for node in nodes(module.tree):
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             parts += node.elts
         elif isinstance(node, ast.Dict):

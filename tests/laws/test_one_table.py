@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.laws.source import Module, modules
+from tests.laws.source import Module, modules, nodes
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training
@@ -49,7 +49,7 @@ def _literals(node: ast.AST) -> list[ast.expr | None]:
 
 def lists_arguments(tree: ast.Module) -> bool:
     """Whether a file has a literal with three names of arguments or more, also as words of one text."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         texts = [item.value for item in _literals(node) if isinstance(item, ast.Constant)]
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts = node.value.split() if "\n" in node.value and "." not in node.value else []
@@ -60,7 +60,7 @@ def lists_arguments(tree: ast.Module) -> bool:
 
 def spells(tree: ast.Module) -> bool:
     """Whether a file has a text that is a word of sharding."""
-    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    texts = (node.value for node in nodes(tree) if isinstance(node, ast.Constant))
     return any(isinstance(text, str) and text.lower() in WORDS for text in texts)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.laws.source import Module, modules
+from tests.laws.source import Module, modules, nodes
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
@@ -113,7 +113,7 @@ class Declared:
         self.by_name: dict[str, Types] = defaultdict(frozenset)
         self.returns: dict[str, Types] = {name: frozenset({name}) for name in KINDS}
         for module in sources:
-            for node in ast.walk(module.tree):
+            for node in nodes(module.tree):
                 if isinstance(node, ast.ClassDef):
                     self._attributes(node)
                 elif isinstance(node, ast.FunctionDef) and _named(node.returns):

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.laws.source import Module, modules
+from tests.laws.source import Module, modules, nodes
 
 _MODULE = "nn.Module keeps its tensors, children and settings there, and enumerates them in another way"
 _CALL = "nn.Module calls through these, and torch.compile replaces one of them"
@@ -169,7 +169,7 @@ def foreign(tree: ast.AST, own: frozenset[str] = frozenset()) -> Iterator[tuple[
 
 def _imported(module: Module) -> Iterator[tuple[int, str]]:
     """Private functions and classes of one file that another one imports."""
-    for node in ast.walk(module.tree):
+    for node in nodes(module.tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("windlass"):
             yield from ((node.lineno, alias.name) for alias in node.names if _is_private(alias.name))
 

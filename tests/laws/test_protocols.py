@@ -9,7 +9,7 @@ import ast
 from collections.abc import Sequence
 
 import pytest
-from tests.laws.source import Module, modules
+from tests.laws.source import Module, modules, nodes
 
 UNSEEN = {
     "Engine": "modules implement it: local, slurm and ray in cli/launching",
@@ -44,7 +44,7 @@ def implementations(found: Sequence[Module]) -> dict[str, set[str]]:
     classes = {
         node.name: _Class(node)
         for module in found
-        for node in ast.walk(module.tree)
+        for node in nodes(module.tree)
         if isinstance(node, ast.ClassDef)
     }
 

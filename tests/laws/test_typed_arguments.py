@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 
 import pytest
-from tests.laws.source import modules
+from tests.laws.source import modules, nodes
 
 from windlass import Accelerator
 
@@ -17,7 +17,7 @@ NAMES = ("args", "training_args")
 
 def untyped(tree: ast.AST) -> Iterator[int]:
     """The lines on which a parameter or an attribute called `args` may be anything, or a function that returns it."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             pairs = [(one.arg, one.annotation) for one in given]

@@ -56,6 +56,12 @@ def test_what_is_no_table_of_classes_counts_rows(batch: Any, expected: int) -> N
     assert TargetCounter(names)(batch) == expected
 
 
+def test_the_pixel_that_is_ignored_may_be_the_class_of_a_row() -> None:
+    counter, labels = TargetCounter(ignored_pixel=255), torch.tensor([[255, 1], [7, 255]])
+    assert counter({"labels": labels[None]}) == 2
+    assert counter({"labels": labels}) == counter({"labels": labels.flatten()}) == 4
+
+
 def test_rows_are_found_in_nested_batches() -> None:
     assert rows({"note": "text", "deep": {"x": torch.zeros(3, 1)}}) == 3
     assert rows((1, [torch.zeros(2)])) == 2

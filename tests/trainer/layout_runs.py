@@ -46,10 +46,15 @@ def check_equal(
     cases: dict[str, Case],
     alone: dict[str, Any] | None = None,
 ) -> None:
-    """`cases` on `world` ranks give what one process gives; `alone` are its arguments beside those of the case."""
-    layout = {"fsdp", "gradient_checkpointing"}
+    """`cases` on `world` ranks give what one process gives; `alone` are its arguments beside those of the case. Four
+    updates unless a case sets another number; the second has a micro-batch without targets.
+    """
+    cases = {
+        name: (model, layout, {"max_steps": 4, **changes}) for name, (model, layout, changes) in cases.items()
+    }
+    spread = {"fsdp", "gradient_checkpointing"}
     single: dict[str, Case] = {
-        name: (model, {}, {key: value for key, value in changes.items() if key not in layout} | (alone or {}))
+        name: (model, {}, {key: value for key, value in changes.items() if key not in spread} | (alone or {}))
         for name, (model, _, changes) in cases.items()
     }
     [expected] = run(1, single)

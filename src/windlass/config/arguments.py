@@ -258,6 +258,8 @@ def placeholder(name: str) -> str:
 
 def as_plain(value: Any, name: str = "") -> Any:
     """`value` of the field `name` as JSON and YAML have it; a secret as its placeholder."""
+    if value is None or type(value) in (bool, int, float):
+        return value
     if isinstance(value, Enum):  # one of text, too
         return value.value
     if isinstance(value, str):
@@ -383,7 +385,7 @@ def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
     A value that was derived from other arguments counts as default.
     """
     values = args.to_dict()
-    plain = _defaults_of(type(args))
+    plain = _defaults_of(type(args), script_verbosity())
     derived = args.__dict__.get("_derived", {})
     return [(n, v, n in derived or (n in plain and plain[n] == v)) for n, v in values.items()]
 
@@ -419,8 +421,10 @@ def shared_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 @functools.cache  # every run is compared with them, and they are made as slowly as any other arguments
-def _defaults_of(cls: type) -> dict[str, Any]:
-    """As `to_dict`, of arguments of the nearest class that can be made without any."""
+def _defaults_of(cls: type, verbosity: int) -> dict[str, Any]:
+    """As `to_dict`, of arguments of the nearest class that can be made without any. `verbosity`: the script's, from
+    which `disable_tqdm` follows.
+    """
     plain: TrainingArguments = next(base for base in cls.__mro__ if _needs_nothing(base))()
     return plain.to_dict()
 

@@ -198,11 +198,11 @@ def as_declared(value: Any, kinds: tuple[Any, ...]) -> Any:
     """A value of a script in the form that its field declares: words become members of an enum, NumPy's numbers
     Python's, and 8.0 is 8 if the type is int. Others are unchanged. `kinds`: the alternatives of the field's type.
     """
-    for kind in kinds:
-        if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
-            return next((member for member in kind if member.value == str(value)), value)
-    if isinstance(value, bool) or value is None:
+    if value is None or type(value) in (bool, int):
         return value
+    if isinstance(value, str):
+        words = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), ())
+        return next((member for member in words if member.value == str(value)), value)
     if bool in kinds and type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     if isinstance(value, Integral) and (int in kinds or float in kinds):

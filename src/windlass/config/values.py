@@ -63,17 +63,33 @@ def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wrong_values(options: Any, rules: Mapping[str, Rules]) -> Iterator[Problem]:
-    """A problem for each field that has `rules` and whose value breaks them."""
-    fields = {field.name: field for field in dataclasses.fields(options)}
-    for name, kinds in alternatives(type(options)).items():
+    """A problem for each field that has `rules`, those of its class, and whose value breaks them."""
+    cls: Any = type(options)
+    fields, sound = _fields(cls), _sound_defaults(cls)
+    for name, kinds in alternatives(cls).items():
         if name not in rules:
             continue
         value, field = getattr(options, name), fields[name]
+        if value is sound.get(name, dataclasses.MISSING):
+            continue
         fault = value_fault(value, kinds, rules[name], field.metadata.get("choices"))
         if fault is None and rules[name].refused and value not in (default_of(field), None, False, ""):
             fault = rules[name].refused
         if fault is not None:
             yield Problem(name, value, fault)
+        elif value is field.default:
+            sound[name] = value
+
+
+@functools.cache
+def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+@functools.cache
+def _sound_defaults(cls: Any) -> dict[str, Any]:
+    """The defaults that were found to break no rule, of which most values of a run are: each is checked once."""
+    return {}
 
 
 def value_fault(value: Any, kinds: tuple[Any, ...], rules: Rules, choices: Any) -> str | None:

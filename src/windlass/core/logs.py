@@ -96,7 +96,7 @@ def get_verbosity() -> int:
 def set_verbosity(level: int) -> None:
     """Level (`logging.INFO`, ...) of everything that Windlass logs in this process."""
     _of_trainer.clear()
-    _ROOT.setLevel(level)
+    _set_level(level)
 
 
 def script_verbosity() -> int:
@@ -109,7 +109,12 @@ def set_trainer_verbosity(level: int) -> None:
     before = script_verbosity()
     _of_trainer.clear()
     _of_trainer[level] = before
-    _ROOT.setLevel(level)
+    _set_level(level)
+
+
+def _set_level(level: int) -> None:
+    if _ROOT.level != level:  # to set it empties what each logger of the process keeps
+        _ROOT.setLevel(level)
 
 
 set_verbosity_debug = functools.partial(set_verbosity, DEBUG)

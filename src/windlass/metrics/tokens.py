@@ -38,7 +38,8 @@ class TargetCounter:
     # The model predicts label t from position t-1, so the first label of each row is not a target. Measured by
     # `engine.probe`, never inferred from the name of a model.
     shifted: bool = False
-    ignored: int = IGNORED  # the label that is left out
+    # The label that is left out of maps, which have one per pixel; the label of a row may have this number, too.
+    ignored_pixel: int = IGNORED
 
     def __call__(self, batch: Any) -> float:
         labels = self.labels(batch)
@@ -46,14 +47,15 @@ class TargetCounter:
             # A batch without visible rows has the weight of one.
             return float(rows(batch) or 1)
         first = int(self.shifted and "shift_labels" not in batch)
+        ignored = self.ignored_pixel if labels.ndim > 2 else IGNORED
         if not labels.is_cpu:  # `count_nonzero` of PyTorch/XLA counts a mask as 1
-            return float((labels[..., first:] != self.ignored).sum())
+            return float((labels[..., first:] != ignored).sum())
         if labels.ndim == 1 and labels.numel() <= 64:  # one label a row: too few for array arithmetic to pay
             values = labels.numpy()[first:].tolist()
-            return float(len(values) - values.count(self.ignored))
+            return float(len(values) - values.count(ignored))
         # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device. Labels are
         # compared before they are cut, because it compares what is not contiguous at half the speed.
-        return float(np.count_nonzero((labels.numpy() != self.ignored)[..., first:]))
+        return float(np.count_nonzero((labels.numpy() != ignored)[..., first:]))
 
     def labels(self, batch: Any) -> Tensor | None:
         """The integer labels that are counted, None if rows are."""

@@ -27,7 +27,7 @@ from windlass.trainer.script_loss import ScriptLoss
 from windlass.trainer.session import Session
 from windlass.trainer.without_logits import WithoutLogits
 from windlass.trainer.wrappers import accepts_count
-from windlass.transforms.model_limits import ignored_label
+from windlass.transforms.model_limits import ignored_pixel
 
 logger = get_logger(__name__)
 
@@ -120,7 +120,7 @@ class LossPolicy:
         self._declared_count: bool | None = None
         self.gets_count, self.measured = accepts_count(model), False
         self.kind: Kind | None = None
-        self.counter = self._unshifted = TargetCounter(tuple(label_names), ignored=ignored_label(model))
+        self.counter = self._unshifted = TargetCounter(tuple(label_names), ignored_pixel=ignored_pixel(model))
         self.normaliser = UpdateNormaliser(
             self._data_ranks.size, sum_on_device=self._data_ranks.sum_on_device
         )

@@ -109,8 +109,10 @@ class ModelLimits:
         logger.warning("max_length=%s: %s", max_length, fix)
 
 
-def ignored_label(model: nn.Module) -> int:
-    """The label that the model's own loss leaves out: -100, but for models of transformers that label pixels."""
+def ignored_pixel(model: nn.Module) -> int:
+    """The label of a pixel that the model's own loss leaves out: -100, unless a configuration of transformers has
+    another one. Classifiers of images have it too, for whose labels it is a class like any other.
+    """
     config = getattr(model, "config", None)  # of a wrapper, too: those of peft have it
     found = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", None))
     return found if isinstance(found, int) else IGNORED

@@ -285,11 +285,11 @@ def _own(text: str) -> Settings:
 
 
 def _foreign(environ: Mapping[str, str]) -> Settings:
-    settings = Settings()
-    for name, key in REFUSED.items():
-        settings.record(key, environ.get(name), name, "variable")
-    for name, key in VARIABLES.items():
-        raw = environ.get(name, "")
+    settings, present = Settings(), set(environ)
+    for name in (name for name in REFUSED if name in present):
+        settings.record(REFUSED[name], environ[name], name, "variable")
+    for name in (name for name in VARIABLES if name in present):
+        key, raw = VARIABLES[name], environ[name]
         # Launchers export "" or "None" for what is not set.
         if raw not in ("", "None") and _is_on(key, environ):
             settings.record(key, raw, name, "variable")
