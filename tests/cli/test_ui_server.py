@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +19,9 @@ import pytest
 from tests.browser import browser, needs_browser
 from tests.callbacks.page_runs import append_rows, row, write_run
 
+from windlass.cli import ui_server
 from windlass.cli.main import main
-from windlass.cli.ui_command import is_loopback
+from windlass.cli.ui_command import is_loopback, ui_command
 
 pytest.importorskip("starlette", reason="windlass ui needs starlette")
 pytest.importorskip("uvicorn", reason="windlass ui needs uvicorn")
@@ -233,6 +236,27 @@ def test_a_page_without_its_server_says_so(tmp_path: Path) -> None:
             assert tab.value(told) is False
         tab.until("document.body.dataset.connection === 'lost'")
         assert tab.value(told) is True
+
+
+def test_a_disk_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, seen = list[str](), threading.Event()
+
+    class Seen(io.StringIO):
+        def write(self, text: str) -> int:
+            said.append(text)
+            seen.set()
+            return len(text)
+
+    def answers_late(folder: Path) -> bool:
+        assert seen.wait(60)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(ui_server, "_PATIENCE", 0.01)
+    monkeypatch.setattr(sys, "stderr", Seen())
+    monkeypatch.setattr(Path, "exists", answers_late)
+    with pytest.raises(OSError, match="the disk is gone"):
+        ui_command([str(tmp_path)])
+    assert f"still reading {tmp_path} after" in said[0]
 
 
 def test_without_the_packages_the_command_that_installs_them(

@@ -74,6 +74,8 @@ def test_ranks_that_train_after_an_error_end_well(tmp_path: Path) -> None:
         ("slow_data_ranks.py", "ValueError: my own mistake"),
         # The other one waits in the exchange of the next weight of a checkpoint.
         ("failing_gather.py", "MemoryError: no memory for it"),
+        # The other one waits within the forward: a report between two batches would meet it there.
+        ("failing_divided_rows.py", "ValueError: my own mistake"),
     ],
 )
 def test_an_error_of_one_rank_ends_both(script: str, error: str, tmp_path: Path) -> None:

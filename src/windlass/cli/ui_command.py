@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from windlass.cli.command_line import CommandParser
-from windlass.cli.ui_server import serve
+from windlass.cli.ui_server import naming_a_slow_disk, serve
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import STDOUT, say
 from windlass.dist.listening import is_loopback
@@ -17,9 +17,11 @@ _PORT = 6070
 def ui_command(words: list[str]) -> int:
     """Serve the page until it is interrupted; return the exit code."""
     options = build_parser().parse_args(words)
-    if options.folder.exists() and not options.folder.is_dir():
+    with naming_a_slow_disk(options.folder):
+        exists, is_folder = options.folder.exists(), options.folder.is_dir()
+    if exists and not is_folder:
         raise ConfigError(Problem("DIR", str(options.folder), "is not a folder"))
-    if not options.folder.is_dir():  # a run that is starting makes it
+    if not exists:  # a run that is starting makes it
         say(f"{options.folder} does not exist yet; its runs are listed once it does", error=True)
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(

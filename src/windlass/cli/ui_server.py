@@ -7,15 +7,17 @@ for names of other machines are refused, so that a page of the web cannot read i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hmac
 import json
 import logging
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from windlass.callbacks.page_file import render_page
@@ -24,7 +26,7 @@ from windlass.cli.ps_command import runs_below
 from windlass.cli.run_status import status_of_run
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.optional import require
-from windlass.core.output import in_html
+from windlass.core.output import in_html, say
 
 _PURPOSE = "serve the page of runs"
 _COOKIE = "windlass_token"
@@ -38,11 +40,14 @@ _HEADERS = {
 # Between two looks at the files; and of the time that a run was read, so many times are waited: 1 % of a core at most.
 _LOOK_SECONDS, _SHARE = 1.0, 100
 _MOST_RUNS = 8  # on one page
+_PATIENCE = 5.0  # seconds after which a look at files is named
 _STYLE = """\
 :root { color-scheme: light dark; } body { font: 15px/1.5 system-ui, sans-serif; margin: 24px auto; max-width: 1000px;
 padding: 0 12px; } td, th { text-align: left; padding: 4px 14px 4px 0; overflow-wrap: anywhere; }
 """
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Answer = Callable[[Any], Awaitable[Any]]
 
 
@@ -91,7 +96,7 @@ def application(folder: Path, token: str) -> Any:
     history_of = kept_histories()
 
     async def index(request: Any) -> Any:
-        text = await asyncio.to_thread(_index, folder, history_of)
+        text = await asyncio.to_thread(_reading(folder, _index), folder, history_of)
         return responses.HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": _POLICY})
 
     async def page(request: Any) -> Any:
@@ -99,15 +104,17 @@ def application(folder: Path, token: str) -> Any:
         if chosen > _MOST_RUNS:
             text = f"{chosen} runs are chosen, and a page shows {_MOST_RUNS} at most: choose fewer"
             return responses.PlainTextResponse(text, status_code=400, headers=_HEADERS)
-        runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
+        runs = await asyncio.to_thread(_reading(folder, _chosen), folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
-        text = await asyncio.to_thread(_page, {place: history_of(path) for place, path in runs.items()})
+        text = await asyncio.to_thread(
+            _reading(folder, _page), {place: history_of(path) for place, path in runs.items()}
+        )
         return responses.HTMLResponse(text, headers=_HEADERS)
 
     # Looks at files are made in threads: one slow disk must not stop the answers to other pages.
     async def events(request: Any) -> Any:
-        runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
+        runs = await asyncio.to_thread(_reading(folder, _chosen), folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
         # A browser that lost the connection names the last event that it got.
@@ -161,6 +168,29 @@ def _host_of(request: Any) -> str | None:
         return urlsplit(f"//{request.headers.get('host', '')}").hostname
     except ValueError:  # a bracket alone, for example
         return None
+
+
+@contextlib.contextmanager
+def naming_a_slow_disk(folder: Path) -> Iterator[None]:
+    """Around what reads `folder`: says after a few seconds what is waited for, since nothing else would."""
+    said = f"still reading {folder} after {_PATIENCE:g} s: its disk is slow, or does not answer"
+    timer = threading.Timer(_PATIENCE, say, [said], {"error": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _reading(folder: Path, read: Callable[P, T]) -> Callable[P, T]:
+    """`read`, which names the folder if it takes long."""
+
+    def named(*values: P.args, **options: P.kwargs) -> T:
+        with naming_a_slow_disk(folder):
+            return read(*values, **options)
+
+    return named
 
 
 # --- what is served ---------------------------------------------------------------------------------------------------
@@ -217,7 +247,7 @@ async def follow(runs: Sequence[Path], followed: FollowedRuns) -> AsyncIterator[
     seen: Any = None
     while True:
         pause = _LOOK_SECONDS
-        found = await asyncio.to_thread(_signature, runs)
+        found = await asyncio.to_thread(_reading(runs[0], _signature), runs)
         if found != seen:
             text, spent = await asyncio.to_thread(_event, followed)
             seen, pause = found, max(pause, spent * _SHARE)

@@ -17,7 +17,7 @@ from windlass.dist.gang import Gang
 from windlass.engine.evaluate import closing_if_possible
 from windlass.engine.uneven_batches import EvaluationAbandoned, interruptible_batches
 from windlass.trainer.best_tracker import find_metric
-from windlass.trainer.hooks import TrainHooks
+from windlass.trainer.hooks import TrainHooks, every_forward_meets
 from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.run import Run
 from windlass.trainer.run_checkpoints import RunCheckpoints
@@ -213,12 +213,13 @@ class DueWork:
             if self._interruption.preempted or self._interruption.stopped:
                 raise EvaluationAbandoned
 
+        strategy = self._context.built.executor.strategy
         return interruptible_batches(
             self._waited_for(batches),
             self._context.all_ranks,
             self._signals.own,
             received,
-            in_step=self._context.forwards_meet or meets,
+            in_step=self._context.forwards_meet or meets or every_forward_meets(strategy),
         )
 
     def _waited_for(self, batches: Iterable[Any]) -> Generator[Any, None, None]:

@@ -25,6 +25,7 @@ from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
 from windlass.trainer.script_loss import exchanges, names_in_code
+from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows it
@@ -304,6 +305,11 @@ def _accepts(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def every_forward_meets(strategy: Strategy) -> bool:
+    """Return True if a forward of one rank waits for those of others, in evaluations too."""
+    return strategy.sharded or has_divided_sequences(strategy.module)
+
+
 def evaluation_of(
     trainer: Trainer,
     plan: EvaluationPlan,
@@ -334,7 +340,7 @@ def evaluation_of(
         trainer.count_targets,
         plan,
         trainer.label_names,
-        in_step=strategy.sharded or trainer.accelerator.forwards_meet or loss_exchanges(trainer),
+        in_step=every_forward_meets(strategy) or trainer.accelerator.forwards_meet or loss_exchanges(trainer),
         compute_metrics=None if keeps_nothing else metrics,
         preprocess_logits=trainer.preprocess_logits_for_metrics,
         prefix=prefix,
