@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
 from windlass.core.job_signals import handled_later
 from windlass.core.locations import at_home, is_url, local_folder, named, parent_of, working_folder
 from windlass.core.logs import get_logger
-from windlass.core.threads import THREADS, warn_of_other_threads
+from windlass.core.threads import THREADS, said_if_long, warn_of_other_threads
 from windlass.dist.gang import Gang
 
 _log = get_logger(__name__)
@@ -322,26 +321,17 @@ class StatePlaces:
             raise CheckpointError(explained) from error
 
 
-@contextlib.contextmanager
-def _named_if_alone() -> Iterator[None]:
+def _named_if_alone() -> contextlib.AbstractContextManager[None]:
     """Warn if the other processes do not come to a save for a while: a script may call it on the main process alone,
     and their next exchange would then wait for this process until `ddp_timeout`.
     """
-    timer = threading.Timer(
+    return said_if_long(
         PATIENCE,
         _log.warning,
-        [
-            "save_state waits for the other processes, which have not called it for %g s. Call it on all of them: not "
-            "under `if accelerator.is_main_process:`.",
-            PATIENCE,
-        ],
+        "save_state waits for the other processes, which have not called it for %g s. Call it on all of them: not "
+        "under `if accelerator.is_main_process:`.",
+        PATIENCE,
     )
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _is_divided(store: Store, newest: bool) -> bool:

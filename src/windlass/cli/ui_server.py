@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import hmac
 import json
 import logging
 import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from windlass.callbacks.page_file import render_page
@@ -27,6 +27,7 @@ from windlass.cli.run_status import status_of_run
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.optional import require
 from windlass.core.output import in_html, say
+from windlass.core.threads import said_if_long
 
 _PURPOSE = "serve the page of runs"
 _COOKIE = "windlass_token"
@@ -46,7 +47,6 @@ _STYLE = """\
 padding: 0 12px; } td, th { text-align: left; padding: 4px 14px 4px 0; overflow-wrap: anywhere; }
 """
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Answer = Callable[[Any], Awaitable[Any]]
 
@@ -96,7 +96,7 @@ def application(folder: Path, token: str) -> Any:
     history_of = kept_histories()
 
     async def index(request: Any) -> Any:
-        text = await asyncio.to_thread(_reading(folder, _index), folder, history_of)
+        text = await _read(folder, _index, folder, history_of)
         return responses.HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": _POLICY})
 
     async def page(request: Any) -> Any:
@@ -104,17 +104,14 @@ def application(folder: Path, token: str) -> Any:
         if chosen > _MOST_RUNS:
             text = f"{chosen} runs are chosen, and a page shows {_MOST_RUNS} at most: choose fewer"
             return responses.PlainTextResponse(text, status_code=400, headers=_HEADERS)
-        runs = await asyncio.to_thread(_reading(folder, _chosen), folder, request.query_params.getlist("run"))
+        runs = await _read(folder, _chosen, folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
-        text = await asyncio.to_thread(
-            _reading(folder, _page), {place: history_of(path) for place, path in runs.items()}
-        )
+        text = await _read(folder, _page, {place: history_of(path) for place, path in runs.items()})
         return responses.HTMLResponse(text, headers=_HEADERS)
 
-    # Looks at files are made in threads: one slow disk must not stop the answers to other pages.
     async def events(request: Any) -> Any:
-        runs = await asyncio.to_thread(_reading(folder, _chosen), folder, request.query_params.getlist("run"))
+        runs = await _read(folder, _chosen, folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
         # A browser that lost the connection names the last event that it got.
@@ -170,27 +167,16 @@ def _host_of(request: Any) -> str | None:
         return None
 
 
-@contextlib.contextmanager
-def naming_a_slow_disk(folder: Path) -> Iterator[None]:
+def naming_a_slow_disk(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Around what reads `folder`: says after a few seconds what is waited for, since nothing else would."""
     said = f"still reading {folder} after {_PATIENCE:g} s: its disk is slow, or does not answer"
-    timer = threading.Timer(_PATIENCE, say, [said], {"error": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return said_if_long(_PATIENCE, functools.partial(say, error=True), said)
 
 
-def _reading(folder: Path, read: Callable[P, T]) -> Callable[P, T]:
-    """`read`, which names the folder if it takes long."""
-
-    def named(*values: P.args, **options: P.kwargs) -> T:
-        with naming_a_slow_disk(folder):
-            return read(*values, **options)
-
-    return named
+async def _read(folder: Path, read: Callable[..., T], *values: Any) -> T:
+    """`read(*values)` in a thread, so that a slow disk does not stop the answers to other pages; it is named."""
+    with naming_a_slow_disk(folder):
+        return await asyncio.to_thread(read, *values)
 
 
 # --- what is served ---------------------------------------------------------------------------------------------------
@@ -247,7 +233,7 @@ async def follow(runs: Sequence[Path], followed: FollowedRuns) -> AsyncIterator[
     seen: Any = None
     while True:
         pause = _LOOK_SECONDS
-        found = await asyncio.to_thread(_reading(runs[0], _signature), runs)
+        found = await _read(runs[0], _signature, runs)
         if found != seen:
             text, spent = await asyncio.to_thread(_event, followed)
             seen, pause = found, max(pause, spent * _SHARE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from windlass.core.logs import get_logger
@@ -110,6 +111,18 @@ def keep_inherited_garbage() -> None:
     memory may be that of threads which this process has started: such a wait aborts it.
     """
     gc.freeze()
+
+
+@contextlib.contextmanager
+def said_if_long(seconds: float, say: Callable[..., object], *values: object) -> Iterator[None]:
+    """Around a wait: `say(*values)` is called if it lasts for so many seconds."""
+    timer = threading.Timer(seconds, say, values)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def python_threads() -> list[threading.Thread]:
