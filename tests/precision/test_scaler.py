@@ -151,7 +151,7 @@ class OneDevice(TorchDispatchMode):
 
 
 def test_gradients_on_several_devices_are_unscaled_and_clipped_where_they_lie() -> None:
-    """Those of a sharded model that is kept on the host, and of one whose layers `device_map` puts on two GPUs."""
+    """As of a sharded model that is kept on the host, and of one whose layers `device_map` puts on two GPUs."""
     cuda = torch.device("cuda", 0)
     with FakeTensorMode(), OneDevice():
         places = [cuda, CPU, torch.device("cuda", 1)]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from windlass import LossTerms, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError, ModelError
-from windlass.core.trees import send_to_device
 from windlass.trainer.losses import as_count, check_loss, loss_of, on_device, smoothed_loss
 
 
@@ -498,19 +497,3 @@ def test_containers_keep_their_types_on_the_device() -> None:
     assert moved[1]["x"][0].is_meta
     assert moved[1].rows == 1
     assert not grouped["x"].is_meta
-
-
-@pytest.mark.parametrize(("kind", "ahead"), [("mps", False), ("cpu", False), ("cuda", True)])
-def test_copies_that_pytorch_would_get_wrong_are_waited_for(kind: str, ahead: bool) -> None:
-    told: list[bool] = []
-
-    class Moved(Tensor):
-        def to(self, device: torch.device, non_blocking: bool = False) -> Moved:  # type: ignore[override]
-            assert device.type == kind
-            told.append(non_blocking)
-            return self
-
-    device = torch.device(kind)
-    on_device({"x": torch.ones(1).as_subclass(Moved)}, device, None)
-    send_to_device(torch.ones(1).as_subclass(Moved), device, non_blocking=True)
-    assert set(told) == {ahead}

@@ -16,7 +16,6 @@ from torch import Tensor
 from windlass.checkpoint.codec import Encoded, encoded
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.weights import split_aliases
-from windlass.core.device import copies_may_wait
 from windlass.core.logs import get_logger
 from windlass.core.types import State
 from windlass.dist.gang import Gang
@@ -122,7 +121,8 @@ class HostMemory:
             self._blocks[name] = block
         self._taken.add(name)
         # On the stream that computes: the next update waits for it there, so the copy is that of this step.
-        return block.copy_(tensor, non_blocking=copies_may_wait(tensor.device))
+        # PyTorch's copies from MPS are wrong if they are not waited for.
+        return block.copy_(tensor, non_blocking=tensor.device.type != "mps")
 
 
 def room_on_machine(more: int, all_ranks: Gang) -> tuple[int, int | None]:

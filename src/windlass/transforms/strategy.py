@@ -117,8 +117,8 @@ class Strategy:
         # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %. And real: a real
         # gradient beside complex ones takes no complex factor.
         factor = factor.to(torch.promote_types(local[0].dtype.to_real(), torch.float32))
-        if self._one_device:
-            torch._foreach_mul_(local, factor.to(local[0].device))
+        if self._one_device and factor.device == local[0].device:
+            torch._foreach_mul_(local, factor)
             return
         for device in {gradient.device for gradient in local}:
             torch._foreach_mul_([g for g in local if g.device == device], factor.to(device))
