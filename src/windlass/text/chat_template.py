@@ -179,15 +179,23 @@ class ChatTemplate:
     ) -> tuple[str, Spans]:
         messages = [_with_content(message, self._wants_parts) for message in messages]
         with rendering():
-            if template is not None:
-                return render(self._tokenizer, template, messages, **options)
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=prompted,
-                **{"chat_template": self._own, **options},
-            )
-            return text, []
+            text, spans = self._raw(messages, template, prompted, options)
+            # Any key of a message may hold half of a surrogate pair, which tokenizers refuse without naming the row.
+            text.encode()
+            return text, spans
+
+    def _raw(
+        self, messages: Messages, template: str | None, prompted: bool, options: Mapping[str, Any]
+    ) -> tuple[str, Spans]:
+        if template is not None:
+            return render(self._tokenizer, template, messages, **options)
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=prompted,
+            **{"chat_template": self._own, **options},
+        )
+        return text, []
 
 
 @contextlib.contextmanager
