@@ -45,6 +45,7 @@ def run(plan: LaunchPlan) -> int:
         trainer = require("ray.train.v2.api.data_parallel_trainer", "launch on Ray").DataParallelTrainer(
             run_rank,
             train_loop_config={"plan": to_text(plan), "folder": os.getcwd()},
+            backend_config=_devices_in_common(),
             scaling_config=train.ScalingConfig(**job["scaling"]),
             run_config=train.RunConfig(
                 failure_config=train.FailureConfig(max_failures=plan.max_restarts), **job["run"]
@@ -57,6 +58,21 @@ def run(plan: LaunchPlan) -> int:
         if started:
             ray.shutdown()
     return 0
+
+
+def _devices_in_common() -> Any:
+    """Let each process see the GPUs of all on its machine, of which LOCAL_RANK names its own. By itself Ray shows each
+    one only.
+    """
+    backend = require("ray.train.backend", "launch on Ray")
+
+    class Backend(backend.Backend):  # type: ignore[misc]
+        share_cuda_visible_devices = True
+
+    class Config(backend.BackendConfig):  # type: ignore[misc]
+        backend_cls = Backend
+
+    return Config()
 
 
 def describe_ray(plan: LaunchPlan) -> dict[str, Any]:
