@@ -64,7 +64,7 @@ def _devices_in_common() -> Any:
     """Let each process see the GPUs of all on its machine, of which LOCAL_RANK names its own. By itself Ray shows each
     one only.
     """
-    backend = require("ray.train.backend", "launch on Ray")
+    backend: Any = require("ray.train.backend", "launch on Ray")
 
     class Backend(backend.Backend):  # type: ignore[misc]
         share_cuda_visible_devices = True
