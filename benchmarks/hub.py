@@ -42,7 +42,8 @@ def serve(rate: float) -> None:
     sys.path.insert(0, str(ROOT))
     from tests.hub.server import running
 
-    with running() as hub:
+    with running() as server:
+        hub = server.hub
         hub.rate = rate
         print(json.dumps(hub.url), flush=True)
         for _ in sys.stdin:
