@@ -16,6 +16,7 @@ from tests.versions import is_older
 from windlass import prepare_multimodal_messages
 from windlass.callbacks.samples_log import read_samples
 from windlass.core.errors import ConfigError, DataError, ModelError, OutdatedDependencyError
+from windlass.finetuning.sft_data import holds_images
 from windlass.finetuning.sft_trainer import SFTTrainer
 from windlass.text.forms import LocatedRows
 from windlass.transforms import document_attention
@@ -198,6 +199,12 @@ def test_an_evaluation_set_with_images_needs_a_trainer_that_knows_them(tmp_path:
         ConfigError, match=r"eval_dataset=\['images'\]: has images, and no dataset of the constructor"
     ):
         trainer.evaluate(mixed_rows())
+    assert not holds_images([texts[0], {**texts[1], "image": None}])
+    rows = [texts[0], {**texts[1], "images": ["missing.png"]}]
+    with pytest.raises(DataError, match=r"row 1: the image 'missing\.png' does not open"):
+        SFTTrainer(model, small.arguments(tmp_path), train_dataset=rows, processing_class=processor)
+    with pytest.raises(ConfigError, match=r"eval_dataset=\['images'\]: has images"):
+        trainer.evaluate(rows)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -48,6 +48,9 @@ def test_final_number(text: str, number: float | None) -> None:
 
 def test_gsm8k_compares_numbers() -> None:
     assert gsm8k("so 5 * 2 is 10.0", "...\n#### 10") == {"gsm8k": 1.0}
+    assert gsm8k("#### 9007199254740993", "#### 9007199254740992") == {"gsm8k": 0.0}, (
+        "as floats they are equal"
+    )
     assert gsm8k("no idea", "no number") == {"gsm8k": 0.0}, (
         "two texts without a number are not a right answer"
     )

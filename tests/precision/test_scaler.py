@@ -8,11 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.config.plan import PrecisionPlan
 from windlass.core.errors import NonFiniteError
+from windlass.core.trees import tensors_in
+from windlass.engine.native import NativeExecutor
 from windlass.precision.scaler import MAX_SKIPS_IN_A_ROW, LossScaler, UnitScaler, build_scaler
+from windlass.transforms.alone import Alone
 
 CPU = torch.device("cpu")
 # What multiplies the loss of an update: ordinary numbers, and those that end in an overflow.
@@ -134,6 +139,31 @@ def test_gradients_of_several_dtypes_and_none_are_unscaled() -> None:
     assert [p.grad is None or p.grad.tolist() for p in parameters] == [[2.0, 2.0]] * 3 + [True]
     parameters[2].grad = torch.tensor([0, complex(0, float("inf"))])
     assert scaler.unscale_(gradients(parameters))
+
+
+class OneDevice(TorchDispatchMode):
+    """Kernels over lists of tensors take those of one device, which tensors without memory do not check."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "_foreach_" in str(func):
+            assert len({tensor.device for tensor in tensors_in(args)}) == 1, func
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_on_several_devices_are_unscaled_and_clipped_where_they_lie() -> None:
+    """As of a sharded model that is kept on the host, and of one whose layers `device_map` puts on two GPUs."""
+    cuda = torch.device("cuda", 0)
+    with FakeTensorMode(), OneDevice():
+        places = [cuda, CPU, torch.device("cuda", 1)]
+        module = nn.ParameterList(torch.zeros(2, device=place) for place in places)
+        for parameter in module:
+            parameter.grad = torch.zeros_like(parameter)
+        executor = NativeExecutor(
+            Alone(module), torch.optim.SGD(module.parameters()), cuda, LossScaler(cuda, init_scale=4.0)
+        )
+        assert executor.clip(1.0).device == cuda
+        executor.scale_again()
+        executor.follow_scale(torch.zeros((), device=cuda))
 
 
 class _Reads(TorchDispatchMode):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.dist.launch import failure_on_ranks, on_ranks
 
+from windlass.checkpoint.run_lock import RunLock
 from windlass.cli.main import main
 from windlass.core.errors import ConfigError
 from windlass.recipes.recipe import load_recipe
@@ -79,6 +80,10 @@ def test_the_base_of_a_run_stays_and_another_run_gets_another(
     assert weights.read_bytes() == first
     assert main([*words, "base.max_steps=3", "training.max_steps=4", "--resume"]) == 2
     assert "base.max_steps=3: the run that is resumed began with 2" in capsys.readouterr().err
+    assert weights.read_bytes() == first
+    with RunLock(problems.parent / "run"):  # of a run that is under way
+        assert main([*words, "base.max_steps=3"]) == 2
+    assert "another run is writing to it" in capsys.readouterr().err
     assert weights.read_bytes() == first
     for checkpoint in (problems.parent / "run").glob("checkpoint-*"):
         shutil.rmtree(checkpoint)

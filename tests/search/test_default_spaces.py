@@ -38,6 +38,13 @@ def test_the_memory_of_an_evaluation_is_no_objective() -> None:
 def test_the_tokens_trained_on_are_no_objective() -> None:
     evaluated = {"eval_loss": 0.5, "eval_mean_token_accuracy": 0.25, "eval_num_tokens": 4096.0}
     assert ours.default_compute_objective(evaluated) == 0.25
+    of_two_sets = {
+        "eval_a_loss": 0.5,
+        "eval_a_num_tokens": 4096.0,
+        "eval_b_loss": 0.25,
+        "eval_b_num_tokens": 4096.0,
+    }
+    assert ours.default_compute_objective(of_two_sets) == 0.75
 
 
 def test_backends_and_results_have_the_same_words() -> None:

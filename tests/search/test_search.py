@@ -375,6 +375,10 @@ def test_a_study_is_kept_on_this_machine(tmp_path: Path) -> None:
     trainer.args.output_dir = f"file://{tmp_path}/bucket/search"
     with pytest.raises(ConfigError, match=r"output_dir=.*set it to a folder of this machine"):
         trainer.hyperparameter_search(SPACE)
+    (tmp_path / "file").write_text("")
+    trainer.args.output_dir = str(tmp_path / "file" / "search")
+    with pytest.raises(ConfigError, match=r"output_dir=.*it can't be written \(Not a directory\)"):
+        trainer.hyperparameter_search(SPACE)
 
 
 def test_a_trial_has_its_values_in_the_types_of_their_fields(tmp_path: Path) -> None:
@@ -408,6 +412,7 @@ def test_a_sweep_and_a_space_of_ray_choose_here(tmp_path: Path) -> None:
         {"values": 3},
         {"values": [1, 2], "probabilities": [0.9, 0.1]},
         {"min": "low", "max": 1},
+        {"min": 0.1, "max": 1000, "distribution": "log_uniform"},
         {"min": 0.5, "max": 3.5, "distribution": "int_uniform"},
         {"mu": 0, "sigma": 1, "distribution": "normal"},
         "abc",

@@ -78,6 +78,8 @@ def test_a_space_may_be_data() -> None:
         ({"low": 1}, "low and high"),
         ({"low": 1, "hgih": 2}, "did you mean 'high'"),
         ({"low": 2, "high": 1}, "low must be at most high"),
+        ({"low": 0.1, "high": 10**400}, "too large"),
+        ({"low": 0.1, "high": 1.0, "log": "false"}, "log must be true or false, not 'false'"),
         ({"low": 0.0, "high": 1.0, "log": True}, "above 0"),
         ({"low": 0.0, "high": math.inf, "step": 1}, "must be finite"),
         ({"low": 0.0, "high": math.pi, "step": -1.0}, "step must be above 0"),

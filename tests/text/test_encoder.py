@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.text.tokenizers import TEMPLATES, byte_tokenizer, word_tokenizer
 
+from windlass.core.errors import DataError
 from windlass.text.chat_template import ChatTemplate
 from windlass.text.encoder import token_ranges
 from windlass.text.pair_encoder import PairOptions
@@ -131,6 +132,30 @@ def test_first_turns_end_as_former_ones_do(template: str, turns: list[str]) -> N
     text, spans = ChatTemplate(tokenizer).text_and_spans(messages)
     assert text == tokenizer.apply_chat_template(messages, tokenize=False)
     assert [text[slice(*span)] for span in spans] == turns
+
+
+def test_text_of_the_user_is_never_a_part_of_a_turn() -> None:
+    """Some templates write the system message into the last message of the user: that of a turn's past is another one
+    than that of the conversation.
+    """
+    template = (
+        "{% set brief = messages[0].content if messages[0].role == 'system' %}{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'user' %}[INST] {{ brief if brief and loop.last }}{{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    made = ChatTemplate(byte_tokenizer(template))
+    turns = chat("a", "b", "c", "d")
+    text, spans = made.text_and_spans(turns)
+    assert [text[slice(*span)] for span in spans] == [" b<eos>", " d<eos>"]
+    with pytest.raises(DataError, match="in message 2 has no provable borders: put"):
+        made.text_and_spans([{"role": "system", "content": "Be brief."}, *turns])
+
+
+def test_turns_of_a_long_conversation_are_found() -> None:
+    """A template counts to 100,000 at most, and here the borders of the first turn have to be searched for."""
+    made = ChatTemplate(byte_tokenizer(TEMPLATES["qwen3"]))
+    text, spans = made.text_and_spans(chat("a " * 60_000, "b", "c", "d"))
+    assert [text[slice(*span)] for span in spans] == ["b<|im_end|>\n", "<think>\n\n</think>\n\nd<|im_end|>\n"]
 
 
 def test_a_template_may_end_with_a_line_break_and_ask_for_keys() -> None:

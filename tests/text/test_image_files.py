@@ -67,6 +67,12 @@ def test_what_does_not_open_is_named(tmp_path: Path) -> None:
         for look in (files.size, files.open):
             with pytest.raises(DataError, match=rf"the image 'part\.{kind}' does not open: "):
                 look(f"part.{kind}")
+    for values in (np.uint16, np.float32):  # Pillow would cut the first at 255, and make the second black
+        deep = Image.fromarray(np.linspace(0, 1, 16).reshape(4, 4).astype(values))
+        deep.save(tmp_path / "deep.tiff")
+        for look in (files.size, files.open):
+            with pytest.raises(DataError, match=r"'deep\.tiff' does not open: .* 8 bits \(mode '"):
+                look("deep.tiff")
     with pytest.raises(DataError, match="the int does not open: a int is not an image"):
         files.size(3)
     with pytest.raises(DataError, match=r"an image with the keys \['path'\] has no content"):

@@ -135,7 +135,9 @@ def test_a_loader_reads_it_the_same_after_a_restart() -> None:
             {"sources": {"a": A}, "stopping_strategy": "never"},
             "must be one of first_exhausted, all_exhausted",
         ),
-        ({"sources": {"a": A}, "length": 0}, "length=0: must be 1 or more"),
+        ({"sources": {"a": A}, "length": 0}, "length=0: must be a whole number of 1 or more"),
+        ({"sources": {"a": A}, "length": 2.5}, "length=2.5: must be a whole number of 1 or more"),
+        ({"sources": {"a": A}, "weights": {"a": "1"}}, "weights.a='1': each source needs a weight above 0"),
     ],
 )
 def test_bad_mixtures_are_refused(arguments: dict[str, Any], message: str) -> None:

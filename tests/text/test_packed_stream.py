@@ -123,8 +123,10 @@ def test_epochs_reach_the_documents() -> None:
     assert _plain(stream)[0]["input_ids"][0] == 2000
 
 
-@pytest.mark.parametrize("bad", [{"input_ids": [1, 2], "labels": [1]}, {"input_ids": 3}, {}])
-def test_columns_of_other_lengths_are_refused(bad: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "bad", [{"input_ids": [1, 2], "labels": [1]}, {"input_ids": 3}, {}, {"input_ids": [1], "labels": [1]}]
+)
+def test_other_columns_and_those_of_other_lengths_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="document 1 of the stream"):
         list(PackedStream([{"input_ids": [1]}, bad], 8))
 

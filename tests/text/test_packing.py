@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, DataError
 from windlass.text.packing import STRATEGIES, best_fit_decreasing, pack_dataset
 
 EXAMPLES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]
@@ -101,6 +101,9 @@ def test_a_list_of_rows() -> None:
     assert [row["input_ids"] for row in packed] == [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7]]
     assert [row["seq_lengths"] for row in packed] == [[4], [3, 1], [2]]
     assert pack_dataset([], 4) == []
+    for other in ({"input_ids": [1], "labels": [1]}, {"labels": [1]}):
+        with pytest.raises(DataError, match=r"row 1 has the columns .*labels.*, and row 0 has input_ids"):
+            pack_dataset([{"input_ids": [1]}, other], 4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

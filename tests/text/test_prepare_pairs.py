@@ -68,6 +68,12 @@ def test_a_label_is_true_or_false() -> None:
     assert [bool(label) for label in found["label"]] == [True, False, True, False]
 
 
+def test_numbers_of_some_rows_alone_are_refused() -> None:
+    for rows in ([ROWS[0], {**ROWS[1], "margin": 1}], [{**ROWS[0], "margin": 1}, ROWS[1]]):
+        with pytest.raises(DataError, match=r"row \d: column 'margin' is missing or null"):
+            prepare_pairs(rows, byte_tokenizer(), PairOptions(), numbers=("margin",))
+
+
 @pytest.mark.parametrize("margin", [math.nan, -math.inf])
 def test_numbers_that_are_not_finite_are_refused(margin: float) -> None:
     rows = [{**ROWS[0], "margin": 1}, {**ROWS[1], "margin": margin}]

@@ -19,8 +19,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Free cached device memory, after a garbage collection if `garbage_collection` is True."""
     if garbage_collection:
         gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        # Not `torch.accelerator.empty_cache`, which raises an error on MPS.
+        torch.get_device_module(device).empty_cache()
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:

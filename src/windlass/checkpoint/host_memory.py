@@ -121,7 +121,8 @@ class HostMemory:
             self._blocks[name] = block
         self._taken.add(name)
         # On the stream that computes: the next update waits for it there, so the copy is that of this step.
-        return block.copy_(tensor, non_blocking=True)
+        # PyTorch's copies from MPS are wrong if they are not waited for.
+        return block.copy_(tensor, non_blocking=tensor.device.type != "mps")
 
 
 def room_on_machine(more: int, all_ranks: Gang) -> tuple[int, int | None]:
@@ -150,7 +151,7 @@ def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
 
 def devices_of(content: Content) -> set[torch.device]:
     """The accelerators from which tensors of `content` are copied asynchronously; its states are split already. Copies
-    from XLA devices are complete when they return.
+    from MPS and XLA devices are complete when they return.
     """
     groups = [*content.weights.values(), *(part.tensors for part in content.parts)]
     states = [*content.shared.values(), content.per_rank]
@@ -159,7 +160,7 @@ def devices_of(content: Content) -> set[torch.device]:
         tensor.device
         for group in groups
         for tensor in group.values()
-        if tensor.device.type not in ("cpu", "xla")
+        if tensor.device.type not in ("cpu", "mps", "xla")
     }
 
 

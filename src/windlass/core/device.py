@@ -98,6 +98,13 @@ def _keep_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
+def copies_may_wait(device: torch.device) -> bool:
+    """Whether a copy to `device` may end after the call that starts it. What reads a copy on the host would not wait
+    for it; and for MPS, PyTorch would read memory of the host that is free by then, and give wrong values.
+    """
+    return device.type not in ("cpu", "mps")
+
+
 def start_recorded(device: torch.device) -> None:
     """Start the work that was recorded for `device`, without waiting for its end. Devices other than PyTorch/XLA's
     start each operation at once.

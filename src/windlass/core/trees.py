@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from windlass.core.device import copies_may_wait
 from windlass.core.errors import DataError
 
 Spec = Any
@@ -224,7 +225,7 @@ def send_to_device(
 
 def _to(value: Any, device: Any, non_blocking: bool) -> Any:
     try:
-        return value.to(device, non_blocking=non_blocking)
+        return value.to(device, non_blocking=non_blocking and copies_may_wait(torch.device(device)))
     except TypeError:
         if isinstance(value, Tensor):
             raise

@@ -129,26 +129,23 @@ class NativeExecutor:
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, once per update; `clip` does it too."""
         if self._scaler.active and self._overflow is None:
-            found = self._scaler.unscale_(self._local_gradients())
+            found = self._scaler.unscale_(self.strategy.local(self._gradients()))
             # A copy: several executors may share a scaler, which has one flag.
             self._overflow = self.strategy.max_over_ranks(found.clone())
 
     def scale_again(self) -> None:
         """Multiply gradients that were unscaled by the loss scale again: a backward is about to add scaled ones."""
-        if self._overflow is None:
-            return
-        self._overflow = None
-        if gradients := self._local_gradients():
-            torch._foreach_mul_(gradients, self._scaler.scale(torch.ones((), device=gradients[0].device)))
+        overflow, self._overflow = self._overflow, None
+        if overflow is not None:
+            self.strategy.multiply(self._gradients(), self._scaler.scale(torch.ones_like(overflow)))
 
     def follow_scale(self, factor: Tensor) -> None:
         """Called if the loss scale was multiplied by `factor` while there are gradients of the old one."""
-        gradients = self._local_gradients() if self._overflow is None else []
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        if self._overflow is None:
+            self.strategy.multiply(self._gradients(), factor)
 
-    def _local_gradients(self) -> list[Tensor]:
-        return self.strategy.local([p.grad for p in self._parameters if p.grad is not None])
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def clip(
         self,

@@ -315,9 +315,9 @@ class ReferencePass:
             mine = group[data.rank :: data.size]
             # Repeated to a whole batch: a rank without rows makes the forward that the others of a sharded model need.
             filled = np.resize(mine if len(mine) else group[:1], size)
-            sums = self.compute(self.collator([rows[int(at)] for at in filled])).double().reshape(width, size)
+            sums = self.compute(self.collator([rows[int(at)] for at in filled])).reshape(width, size)
             if is_first:  # ranks that share a batch have the same sums, which are added up below
-                found[:, mine] = sums[:, : len(mine)].cpu().numpy()
+                found[:, mine] = sums[:, : len(mine)].cpu().double().numpy()
         return self.all_ranks.sum(torch.from_numpy(found)).numpy()
 
 

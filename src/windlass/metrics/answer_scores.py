@@ -10,6 +10,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from windlass.core.optional import require
@@ -47,13 +48,13 @@ def gsm8k(answer: str, reference: str) -> Scores:
     return {"gsm8k": float(ours is not None and ours == theirs)}
 
 
-def final_number(text: str) -> float | None:
+def final_number(text: str) -> Decimal | None:
     """Return the first number after the last `####`, or the last number of a text without it; None if there is none."""
     _, mark, after = text.rpartition(_FINAL)
     found = _NUMBER.findall(after if mark else text)
     if not found:
         return None
-    return float((found[0] if mark else found[-1]).replace(",", ""))
+    return Decimal((found[0] if mark else found[-1]).replace(",", ""))
 
 
 def rouge(answer: str, reference: str) -> Scores:

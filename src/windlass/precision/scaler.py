@@ -94,7 +94,11 @@ class LossScaler:
         # A new tensor for each call: several optimizers may share a scaler.
         found = torch.zeros_like(self._scale)
         for grads in _alike(gradients):
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+            # A model that is kept on the host, or on several devices, has gradients elsewhere than the scale.
+            there = grads[0].device
+            flag = found.to(there)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse.to(there))
+            found = flag.to(found.device)
         return found
 
     def overflowed(self, found_inf: Tensor) -> bool:

@@ -31,6 +31,7 @@ from windlass.text.forms import LocatedRows
 from windlass.trainer.instead import takes_place
 
 if TYPE_CHECKING:
+    from windlass.dist.gang import Gang
     from windlass.finetuning.tuning_config import TuningConfig
     from windlass.transforms.model_limits import ModelLimits
 
@@ -227,20 +228,17 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     resumed run keeps the one that it began with, also if its data has changed since.
 
     Raises:
-        ConfigError: a resumed run asks for another base. CheckpointError: its folder cannot be written, or is not on
-            all machines; on all ranks.
+        ConfigError: a resumed run asks for another base, or another run is under way in this folder. CheckpointError:
+            its folder cannot be written, or is not on all machines; on all ranks.
         KeyboardInterrupt: the user ends its training, which the next call continues.
     """
-    from windlass.dist.lockstep import together
+    from windlass.trainer.run_folder import RunFolder
     from windlass.trainer.session import Session
-    from windlass.trainer.trainer import Trainer
-    from windlass.zero.building import DividedBuilding
 
-    recipe, tokenizer = parts.recipe, parts.tokenizer
-    spec = recipe.base or BaseSpec()
+    recipe, spec = parts.recipe, parts.recipe.base or BaseSpec()
     folder = Path(args.output_path) / FOLDER
     texts = list(tuning_texts(first_rows(rows), recipe.data.text_column))
-    settings = _settings_of(spec, recipe.data, args.seed, texts, tokenizer)
+    settings = _settings_of(spec, recipe.data, args.seed, texts, parts.tokenizer)
     own = _base_arguments(folder, spec, args)
     # In the layout of a base, which shares out its rows. The trainer that follows divides the model as it is asked to;
     # the reverse is not possible in one process.
@@ -253,11 +251,29 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         raise CheckpointError(
             f"{folder} is not on all machines of the job: copy it, or let them share a folder"
         )
+    # The base of a run that is under way in this folder is not replaced.
+    run = RunFolder(args, all_ranks)
+    run.take()
+    try:
+        _train_base(parts, texts, own, settings, all_ranks)
+    finally:
+        run.release(None)
+    return folder
+
+
+def _train_base(
+    parts: RecipeParts, texts: list[str], own: TrainingArguments, settings: str, all_ranks: Gang
+) -> None:
+    from windlass.dist.lockstep import together
+    from windlass.trainer.trainer import Trainer
+    from windlass.zero.building import DividedBuilding
+
+    tokenizer, spec, folder = parts.tokenizer, parts.recipe.base or BaseSpec(), Path(own.output_path)
     is_main = world_from_environment().is_main
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
     )
-    set_seed(args.seed)
+    set_seed(own.seed)
     with DividedBuilding.paused():
         model = new_base(spec, tokenizer)
     trainer = Trainer(
@@ -273,7 +289,6 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         raise KeyboardInterrupt
     trainer.save_model()
     together(all_ranks, lambda: _complete_base(folder, settings) if is_main else None, (OSError,))
-    return folder
 
 
 def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:

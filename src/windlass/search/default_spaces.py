@@ -10,10 +10,10 @@ from windlass.config.enums import Choice
 from windlass.core.optional import require
 
 _BATCH_SIZES = (4, 8, 16, 32, 64)
-# Metrics of what an evaluation took, and not of what it found.
-_COSTS = ("_runtime", "_per_second")
-# The tokens that a run of fine-tuning was trained on are in its evaluations. They are thousands, and scores are not.
-_NO_SCORES = ("eval_loss", "epoch", "eval_num_tokens")
+# Metrics of what an evaluation took, and not of what it found. The tokens that a run of fine-tuning was trained on are
+# in its evaluations. They are thousands, and scores are not.
+_COSTS = ("_runtime", "_per_second", "_num_tokens")
+_NO_SCORES = ("eval_loss", "epoch")
 _MEMORY = re.compile("_peak_memory_(process|device)_gib$|_mem_(cpu|gpu)(_|$)")
 
 

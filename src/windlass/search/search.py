@@ -275,11 +275,14 @@ class Search:
     # --- on the main process ------------------------------------------------------------------------------------------
 
     def _open(self, lock: RunLock) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except FolderInUse as error:
             fix = f"another search is writing to it ({error.holder}): wait for it or end it, or choose another folder"
+            raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
+        except OSError as error:
+            fix = f"it can't be written ({error.strerror or error}): choose another folder"
             raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
         self._study = Study(self._folder, self._settings.directions, self._settings.name, self._setup)
         remove_unfinished(self._study.path)

@@ -59,7 +59,7 @@ def sweep_space(sweep: Mapping[str, Any]) -> dict[str, Distribution]:
     for name, given in sweep.get("parameters", sweep).items():
         try:
             distribution = _of_sweep(given)
-        except (TypeError, ValueError):  # ends that are not numbers
+        except (TypeError, ValueError, OverflowError):  # ends that are not numbers, or beyond all of them
             distribution = None
         if distribution is None:
             known = "value, values, or min and max with uniform, int_uniform, q_uniform or log_uniform_values"

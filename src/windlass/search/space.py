@@ -152,7 +152,7 @@ def declared(space: Mapping[str, Any]) -> dict[str, Distribution]:
             found[name] = checked(name, _declared(given))
         except ConfigError as error:
             problems += error.problems
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             problems.append(Problem(f"hp_space.{name}", given, str(error)))
     refuse(problems)
     return found
@@ -173,7 +173,9 @@ def _declared(given: Any) -> Distribution:
             raise ValueError(f"{key!r} is not one of {', '.join(known)}{did_you_mean(str(key), known)}")
     if "low" not in given or "high" not in given:
         raise ValueError("must have low and high")
-    low, high, step, log = given["low"], given["high"], given.get("step"), bool(given.get("log", False))
+    low, high, step, log = given["low"], given["high"], given.get("step"), given.get("log", False)
+    if not isinstance(log, bool):
+        raise ValueError(f"log must be true or false, not {log!r}")
     if all(isinstance(end, int) and not isinstance(end, bool) for end in (low, high)) and step in (
         None,
         int(step or 1),

@@ -13,6 +13,7 @@ from windlass.core.optional import require
 Messages = Sequence[Mapping[str, Any]]
 Spans = list[tuple[int, int]]
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK_IT = "put {% generation %} and {% endgeneration %} around it in the template, or train on all tokens"
 # Content of a message that represents an assistant's turn while its borders are searched for. A character of the
 # private use area: templates that trim or split a content leave it whole, and text does not hold it.
 _MARK = "\ue000"
@@ -24,6 +25,8 @@ _MARK = "\ue000"
 # the text, and so is the conversation up to and including the turn, their difference is the turn. Otherwise (templates
 # that remove the reasoning of former turns, or end the last turn in another way) the turn is replaced by a mark:
 # - It begins where the generation prompt and the text before the mark diverge, which is a constant of the template.
+#   Text that diverges before that prompt is not the assistant's: some templates write the system message, or the tools,
+#   into the last message of the user, which is another one in the past of a turn than in the whole conversation.
 #   If the conversation begins with the turn, there is no such prompt, and the turn begins at the mark.
 # - What follows the mark is the end of a turn and then the rest, which must be the end of the text. A turn ends with
 #   what follows the mark if the conversation ends there, or with what is between the mark and a generation prompt. The
@@ -31,6 +34,13 @@ _MARK = "\ue000"
 _WRAPPER = """\
 {% macro training_render(messages, add_generation_prompt) %}
 @ORIGINAL@{{ '' }}{% endmacro %}
+{%- macro training_unasked(messages, asked) -%}
+{%- set training_bare = training_render(messages, false) -%}
+{%- if not asked.startswith(training_bare) and eos_token and training_bare.endswith(eos_token) -%}
+{%- set training_bare = training_bare[:(training_bare | length) - (eos_token | length)] -%}
+{%- endif -%}
+{{- training_bare -}}
+{%- endmacro -%}
 {%- set training_asked = add_generation_prompt | default(false) -%}
 {%- set training = namespace(text=training_render(messages, training_asked), at=0, start=-1, end=-1, shared=0) -%}
 {%- for training_message in messages -%}
@@ -61,10 +71,7 @@ _WRAPPER = """\
 {%- if training.lead -%}
 {%- set training_asked_for = training_render(training.lead, true) -%}
 {%- set training_asks = training_render(training_past + training_mark, true).split('@MARK@')[1] -%}
-{%- set training_bare = training_render(training.lead, false) -%}
-{%- if not training_asked_for.startswith(training_bare) and eos_token and training_bare.endswith(eos_token) -%}
-{%- set training_bare = training_bare[:(training_bare | length) - (eos_token | length)] -%}
-{%- endif -%}
+{%- set training_bare = training_unasked(training.lead, training_asked_for) -%}
 {%- set training_header = training_asked_for[training_bare | length:] -%}
 {%- if training_asked_for.startswith(training_bare) and training_header and training_asks.endswith(training_header) -%}
 {%- set training_close = training_asks[:(training_asks | length) - (training_header | length)] -%}
@@ -72,7 +79,9 @@ _WRAPPER = """\
 {%- endif -%}
 {%- endif -%}
 {%- set training.shared = training_before | length -%}
-{%- for training_cut in range(training_before | length) -%}
+{%- set training_plain = training_unasked(training_past, training_before) if training_past else training_before -%}
+{%- set training_from = (training_plain if training_before.startswith(training_plain) else training_before) | length -%}
+{%- for training_cut in training_before[training_from:] -%}
 {%- if training_marked[0].startswith(training_before[:training.shared]) -%}{%- break -%}{%- endif -%}
 {%- set training.shared = training.shared - 1 -%}
 {%- endfor -%}
@@ -86,7 +95,7 @@ _WRAPPER = """\
 {%- endif -%}
 {%- endif -%}
 {%- if training.start < training.at -%}
-{{- raise_exception('the text of the assistant in message ' ~ loop.index0 ~ ' has no provable borders') -}}
+{{- raise_exception('the text of the assistant in message ' ~ loop.index0 ~ ' has no provable borders: @MARK_IT@') -}}
 {%- endif -%}
 {{- training.text[training.at:training.start] -}}
 {%- generation -%}{{- training.text[training.start:training.end] -}}{%- endgeneration -%}
@@ -97,7 +106,8 @@ _WRAPPER = """\
 """
 _USER, _REPLY = {"role": "user", "content": "Good day?"}, {"role": "assistant", "content": "Yes, it is."}
 _SYSTEM = {"role": "system", "content": "Be brief."}
-# The template has to be right for the first of these. It may refuse the others, as some refuse system messages.
+# The template has to be right for the first of these. It may refuse the others, as some refuse system messages, and so
+# may the wrapped one, which then refuses such rows, too.
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [_USER, _REPLY],
     [_SYSTEM, _USER, _REPLY],
@@ -169,15 +179,23 @@ class ChatTemplate:
     ) -> tuple[str, Spans]:
         messages = [_with_content(message, self._wants_parts) for message in messages]
         with rendering():
-            if template is not None:
-                return render(self._tokenizer, template, messages, **options)
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=prompted,
-                **{"chat_template": self._own, **options},
-            )
-            return text, []
+            text, spans = self._raw(messages, template, prompted, options)
+            # Any key of a message may hold half of a surrogate pair, which tokenizers refuse without naming the row.
+            text.encode()
+            return text, spans
+
+    def _raw(
+        self, messages: Messages, template: str | None, prompted: bool, options: Mapping[str, Any]
+    ) -> tuple[str, Spans]:
+        if template is not None:
+            return render(self._tokenizer, template, messages, **options)
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=prompted,
+            **{"chat_template": self._own, **options},
+        )
+        return text, []
 
 
 @contextlib.contextmanager
@@ -234,37 +252,38 @@ def make_trainable(template: str, tokenizer: Any, *, as_parts: bool = False) -> 
     """
     original = template.removesuffix("\n")  # Jinja removes it at the end of a template, but not in a macro
     content = "[{'type': 'text', 'text': '@MARK@'}]" if as_parts else "'@MARK@'"
-    wrapped = _WRAPPER.replace("@CONTENT@", content).replace("@MARK@", _MARK).replace("@ORIGINAL@", original)
-    proven = 0
+    wrapped = _WRAPPER.replace("@CONTENT@", content).replace("@MARK@", _MARK).replace("@MARK_IT@", _MARK_IT)
+    wrapped = wrapped.replace("@ORIGINAL@", original)
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    failed = f"the chat template of {name!r} cannot be made trainable on the assistant's turns: "
+    proven, refusal = 0, "it renders none of the conversations that it was tried on"
     for plain in _PROBES:
         probe = [_with_content(message, as_parts) for message in plain]
         try:
             expected, _ = render(tokenizer, template, probe)
         except Exception:
             continue  # the template itself refuses it, for example because of a system message
-        problem = _problem_of(wrapped, tokenizer, probe, expected)
+        try:
+            problem = _problem_of(plain, *render(tokenizer, wrapped, probe), expected)
+        except Exception as error:
+            if _MARK_IT not in str(error):
+                raise DataError(f"{failed}{error}. Or {_MARK_IT}") from None
+            refusal = str(error)
+            continue
         if problem:
-            name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-            raise DataError(
-                f"the chat template of {name!r} cannot be made trainable on the assistant's turns: {problem}. "
-                "Put {% generation %} and {% endgeneration %} around them in the template, or train on all tokens."
-            )
+            raise DataError(f"{failed}{problem}: {_MARK_IT}")
         proven += 1
     if not proven:
-        raise DataError("the chat template renders none of the conversations that it was tried on")
+        raise DataError(failed + refusal)
     return wrapped
 
 
-def _problem_of(wrapped: str, tokenizer: Any, probe: Messages, expected: str) -> str:
-    try:
-        text, spans = render(tokenizer, wrapped, probe)
-    except Exception as error:
-        return str(error)
+def _problem_of(messages: Messages, text: str, spans: Spans, expected: str) -> str:
     if text != expected:
         return "it renders another text inside a macro"
-    spoken = [_with_content(message, False) for message in probe if message["role"] == "assistant"]
-    replies = [message["content"] for message in spoken]
-    whole = len(spans) == len(replies) and all(
-        reply.strip() in text[start:end] for reply, (start, end) in zip(replies, spans, strict=True)
-    )
-    return "" if whole else "the assistant's text is not where it is expected"
+    parts = [text[slice(*span)] for span in spans]
+    said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    asked = [message["content"] for message in messages if message["role"] != "assistant"]
+    whole = len(parts) == len(said) and all(map(str.__contains__, parts, said))
+    foreign = any(content in part for content in asked for part in parts)
+    return "the assistant's text is not where it is expected" if foreign or not whole else ""

@@ -202,7 +202,9 @@ _LAST_TOKEN = 2**31 - 1
 
 def _integers(values: Any, name: str) -> list[int]:
     """One row of tokens or of what belongs to each; `values` may be a list, an array or a tensor."""
-    array = np.asarray(values) if not isinstance(values, (str, bytes)) else np.empty(())
+    array = np.empty(())
+    with contextlib.suppress(ValueError):  # lists of several lengths
+        array = np.asarray(values) if not isinstance(values, (str, bytes)) else array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         what = "text" if isinstance(values, (str, bytes)) else f"{type(values).__name__} of other values"
         raise DataError(f"{name} must be a list of whole numbers, not {what}")

@@ -60,11 +60,16 @@ class ImageFiles:
     def _opened(self, source: Any) -> Any:
         pillow = _pillow()
         if isinstance(source, pillow.Image):
-            return source
-        if isinstance(source, np.ndarray):
-            return pillow.fromarray(source)
-        content = self._content(source)
-        return pillow.open(io.BytesIO(content) if isinstance(content, bytes) else content)
+            image = source
+        elif isinstance(source, np.ndarray):
+            image = pillow.fromarray(source)
+        else:
+            content = self._content(source)
+            image = pillow.open(io.BytesIO(content) if isinstance(content, bytes) else content)
+        if image.mode.startswith(("I", "F")):
+            # Pillow would set all that is above 255 to 255, so a scan of 16 bits would be white.
+            raise ValueError(f"it has more than 8 bits (mode {image.mode!r}): scale its values to 0 to 255")
+        return image
 
     def _content(self, source: Any) -> bytes | Path:
         if isinstance(source, (bytes, bytearray)):

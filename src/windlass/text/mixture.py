@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -170,10 +171,10 @@ def _problems(
         found += [Problem(f"{field}.{name}", given[name], fix) for name in given if name not in sources]
     for name in sources if weights is not None else ():
         weight = weights.get(name) if weights else None
-        if weight is None or not 0 < weight < float("inf"):
+        if not isinstance(weight, Real) or not 0 < weight < float("inf"):
             found.append(Problem(f"weights.{name}", weight, "each source needs a weight above 0"))
     if stopping not in STOPPING:
         found.append(Problem("stopping_strategy", stopping, f"must be one of {', '.join(STOPPING)}"))
-    if length is not None and length < 1:
-        found.append(Problem("length", length, "must be 1 or more"))
+    if length is not None and not (isinstance(length, Integral) and length >= 1):
+        found.append(Problem("length", length, "must be a whole number of 1 or more"))
     return found

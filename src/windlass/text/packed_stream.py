@@ -81,6 +81,7 @@ class PackedStream(IterableDataset[dict[str, Array]]):
         self._ended = False
         self._open: list[_Row] = []
         self._ready: deque[_Row] = deque()
+        self._columns: list[str] | None = None  # those of the first document that was read
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the next pass on to the documents."""
@@ -125,7 +126,9 @@ class PackedStream(IterableDataset[dict[str, Array]]):
                 self._open = []
             else:
                 self._read += 1
-                for piece in self._pieces(_arrays(document, self._read - 1)):
+                arrays = _arrays(document, self._read - 1, self._columns)
+                self._columns = sorted(arrays)
+                for piece in self._pieces(arrays):
                     self._place(piece)
 
     def _entered(self) -> Iterator[Any]:
@@ -180,8 +183,11 @@ class PackedStream(IterableDataset[dict[str, Array]]):
         self._ready.append(row)
 
 
-def _arrays(document: Any, number: int) -> Document:
+def _arrays(document: Any, number: int, names: list[str] | None) -> Document:
     columns = {name: np.asarray(values) for name, values in document.items()}
+    if names is not None and sorted(columns) != names:
+        found = f"document {number} of the stream has the columns {', '.join(columns) or 'none'}"
+        raise DataError(f"{found}, and those before it have {', '.join(names)}: give all of them the same")
     lengths = {name: values.shape[0] if values.ndim else -1 for name, values in columns.items()}
     if not columns or len(set(lengths.values())) != 1 or -1 in lengths.values():
         shown = {name: "no list" if length < 0 else length for name, length in lengths.items()}

@@ -217,9 +217,15 @@ def _pieces(starts: Array, lengths: Array, seq_length: int) -> tuple[Array, Arra
 
 def _columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Flat]:
     """The columns of a list of mappings."""
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            found, first = (", ".join(one) for one in (row, rows[0]))
+            raise DataError(
+                f"row {number} has the columns {found}, and row 0 has {first}: give all rows the same"
+            )
     columns: dict[str, Flat] = {}
     for name in rows[0]:
-        borders = np.cumsum([0, *(_row_length(row, name, number) for number, row in enumerate(rows))])
+        borders = np.cumsum([0, *(_row_length(row, name) for row in rows)])
         # without empty rows: NumPy takes an empty list for one of floats
         filled = [np.asarray(row[name]) for row in rows if len(row[name])] or [np.empty(0, dtype=np.int64)]
         columns[name] = np.concatenate(filled), borders
@@ -227,9 +233,7 @@ def _columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Flat]:
     return columns
 
 
-def _row_length(row: Mapping[str, Any], name: str, number: int) -> int:
-    if name not in row:
-        raise DataError(f"row {number} has no column {name!r}, which row 0 has")
+def _row_length(row: Mapping[str, Any], name: str) -> int:
     if isinstance(row[name], str | bytes) or not hasattr(row[name], "__len__"):
         raise _not_lists(name, type(row[name]).__name__)
     return len(row[name])

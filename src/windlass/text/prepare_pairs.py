@@ -62,7 +62,8 @@ def prepare_pairs(
     try:
         encoder = PairEncoder(tokenizer, plain_options, plain[0])
         rows = _tokens(plain, encoder, tokenizer, plain_options, cache, options.num_proc or 1)
-        columns = {name: _numbers(plain, name) for name in numbers if name in _columns(plain)}
+        present = _columns(plain) if numbers else set()
+        columns = {name: _numbers(plain, name) for name in numbers if name in present}
     except RowError as error:
         raise error.located(dataset) from None
     return PairRows(rows, options.answers, columns)
@@ -125,8 +126,11 @@ def _tokens(
 
 
 def _columns(dataset: Any) -> set[str]:
+    """The columns of a dataset; of rows that are mappings all that any of them has."""
     names = getattr(dataset, "column_names", None)
-    return set(names) if isinstance(names, (list, tuple)) else set(dataset[0])
+    if isinstance(names, (list, tuple)):
+        return set(names)
+    return {column for at in range(len(dataset)) for column in dataset[at]}
 
 
 def _numbers(dataset: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ Every byte is hashed when it is loaded, and the borders of rows are checked. A f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -54,6 +55,9 @@ class TokenStore:
         """Return the folder of a prepared dataset, which exists once it is complete."""
         return self.folder / key[:32]
 
+    def _unfinished(self, key: str) -> Path:
+        return self.folder / f"tmp-{key[:32]}"
+
     def get(self, key: str, prepare: Callable[[], Prepared]) -> Prepared:
         """Return what `prepare` returned for `key`, from the disk if it is there.
 
@@ -76,6 +80,8 @@ class TokenStore:
                 self._save(key, *made)
             except OSError as error:
                 _logger.warning("prepared text was not kept: %s", error)
+                with contextlib.suppress(OSError):  # a full disk has no room for a part of it
+                    self._files.remove_tree(self._unfinished(key))
             return made
 
     def _found_or_locked(self, key: str, lock: RunLock) -> Prepared | None:
@@ -99,7 +105,7 @@ class TokenStore:
         return found
 
     def _save(self, key: str, rows: TokenRows, summary: TextSummary) -> None:
-        new = self.folder / f"tmp-{key[:32]}"
+        new = self._unfinished(key)
         if new.exists():  # of a process that was killed
             self._files.remove_tree(new)
         self._files.make_folder(new)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windlass.core.device import copies_may_wait
 from windlass.core.errors import ModelError
 from windlass.core.trees import honor_type, mapping_like
 from windlass.core.types import IGNORED, LossTerms
@@ -48,7 +49,7 @@ def on_device(data: Any, device: torch.device, own: Callable[[Any], Any] | None)
         own: a script's own `_prepare_input`, which is called for the items of a container.
     """
     if isinstance(data, Tensor):
-        return data if data.device == device else data.to(device, non_blocking=True)
+        return data if data.device == device else data.to(device, non_blocking=copies_may_wait(device))
     move = functools.partial(on_device, device=device, own=None) if own is None else own
     if isinstance(data, Mapping):
         moved = {

@@ -51,13 +51,12 @@ class StreamLane(DirectLane):
     """Copies on a stream of their own, through pinned memory, which torch reuses when a copy is freed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._api = torch.get_device_module(device)
-        with self._api.device(device):
-            self._stream = self._api.Stream()
+        self._api, self._device = torch.get_device_module(device), device
+        self._stream = self._api.Stream(device)
 
     def to_host(self, block: Tensor) -> tuple[Tensor, Any]:
         copy = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
-        self._stream.wait_stream(self._api.current_stream())
+        self._stream.wait_stream(self._api.current_stream(self._device))
         with self._api.stream(self._stream):
             copy.copy_(block, non_blocking=True)
             return copy, self._stream.record_event()
@@ -65,13 +64,13 @@ class StreamLane(DirectLane):
     def to_device(self, copy: Tensor, device: torch.device) -> tuple[Tensor, Any]:
         # In memory of the computation's stream, which may have work on it: the copy starts after that.
         block = torch.empty(copy.shape, dtype=copy.dtype, device=device)
-        self._stream.wait_stream(self._api.current_stream())
+        self._stream.wait_stream(self._api.current_stream(self._device))
         with self._api.stream(self._stream):
             block.copy_(copy, non_blocking=True)
             return block, self._stream.record_event()
 
     def wait(self, token: Any) -> None:
-        self._api.current_stream().wait_event(token)
+        self._api.current_stream(self._device).wait_event(token)
 
     def is_done(self, token: Any) -> bool:
         return bool(token.query())

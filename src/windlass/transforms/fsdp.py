@@ -195,6 +195,9 @@ class FullyShardedModel(HeldInParts):
         self._same.compare(host.read(sums[1:]))
         return sums[0]
 
+    def _max_of_norm(self, value: Tensor) -> Tensor:
+        return super()._max_of_norm(value.to(self._device))
+
     def reduced(self, parameter: nn.Parameter) -> Iterable[nn.Parameter]:
         if self._same is not None:
             self._same.note(parameter)

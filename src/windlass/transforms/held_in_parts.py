@@ -46,6 +46,10 @@ class HeldInParts(Strategy):
         """The sum over ranks."""
         return self._stage_ranks.sum_on_device(square)
 
+    def _max_of_norm(self, value: Tensor) -> Tensor:
+        """The largest value of any rank."""
+        return self._stage_ranks.max_on_device(value)
+
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: squares are divided by the number of ranks with a copy."""
         # By where they lie, too: what is not sharded stays on the device when the rest is kept on the host.
@@ -82,7 +86,7 @@ class HeldInParts(Strategy):
             else:
                 total += norm**order / self._copies_of(gradient)
         if extreme:
-            return (sign * self._stage_ranks.max_on_device(total)).to(self._norm_dtype)
+            return (sign * self._max_of_norm(total)).to(self._norm_dtype)
         return (self._sum_of_norm(total) ** (1 / order)).to(self._norm_dtype)
 
     def square(self, gradient: Tensor) -> Tensor:

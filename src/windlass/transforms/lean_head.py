@@ -280,10 +280,11 @@ class LeanHead:
         became = output_of(outputs, "logits")
         if became is None or became.shape[-1] != len(known):
             raise InexactLossError("its logits are not those of its head")
-        became, known = became.flatten(0, -2)[-1].double(), known.to(became.dtype).double()
+        # On the host, since MPS has no float64.
+        became, known = became.flatten(0, -2)[-1].cpu().double(), known.to(became.dtype).cpu().double()
         offset = _offset_of(core)
         if offset is not None:
-            became = became - offset.double()
+            became = became - offset.cpu().double()
         scale: float = (became[0] / known[0]).item()
         softcap: float | None = None
         if abs(became[1].item()) < 0.5 * abs(scale * known[1].item()):

@@ -54,7 +54,8 @@ class Strategy:
         self._buffer_ranks = gang or Gang()
         self.own = OwnState(module, differs=self._buffer_ranks.size > 1)
         self.at_release: list[Callable[[], None]] = []
-        # Asked once: `total_norm` runs in each update, and kernels over lists take tensors of one device.
+        # Asked once: norms and products are computed in each update, and kernels over lists take tensors of one device.
+        # A model is on several by a `device_map`, or if all but some layers of a sharded one are kept on the host.
         devices = {p.device for p in module.parameters() if p.requires_grad}
         self._one_device = len(devices) <= 1
         self._has_sparse = any(getattr(part, "sparse", False) for part in module.modules())
@@ -116,10 +117,9 @@ class Strategy:
         # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %. And real: a real
         # gradient beside complex ones takes no complex factor.
         factor = factor.to(torch.promote_types(local[0].dtype.to_real(), torch.float32))
-        if not self.sharded:
+        if self._one_device and factor.device == local[0].device:
             torch._foreach_mul_(local, factor)
             return
-        # Those of a sharded model may be kept on the host, with others beside them on the device.
         for device in {gradient.device for gradient in local}:
             torch._foreach_mul_([g for g in local if g.device == device], factor.to(device))
 

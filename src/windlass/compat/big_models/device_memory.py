@@ -158,8 +158,10 @@ def _free_memory() -> Room:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == "mps":
         return {"mps": available_host_memory()}  # the host and the device share one memory
-    # [0]: free bytes; [1]: all that the device has.
-    room: Room = {index: torch.accelerator.get_memory_info(index)[0] for index in range(visible_devices())}
+    room: Room = {}
+    for index in range(visible_devices()):
+        # Free bytes, and all that the device has. `torch.accelerator` answers this from torch 2.10 on only.
+        room[index], _ = torch.get_device_module(accelerator).mem_get_info(index)
     return {**room, "cpu": available_host_memory()}
 
 

@@ -18,7 +18,7 @@ from windlass.compat.big_models.model_hooks import (
     remove_hook_from_module,
     without_compiler,
 )
-from windlass.core.device import choose_device
+from windlass.core.device import choose_device, copies_may_wait
 from windlass.core.errors import ModelError
 from windlass.core.trees import send_to_device
 
@@ -161,7 +161,8 @@ def _placed(
         wanted = dtype if source.is_floating_point() else source.dtype
     if value is None and old.device == device and old.dtype == wanted:
         return old
-    data = source.detach().to(device=device, dtype=wanted, non_blocking=non_blocking)
+    ahead = non_blocking and copies_may_wait(device)
+    data = source.detach().to(device=device, dtype=wanted, non_blocking=ahead)
     return renewed(old, data) if isinstance(old, nn.Parameter) else data
 
 
