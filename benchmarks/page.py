@@ -152,8 +152,7 @@ def main() -> None:
         ["writing it", f"{seconds:.1f} s", ""],
         ["following a run of 10,000 rows", f"{share:.2%} of a core", "1 %"],
     ]
-    command = f"python benchmarks/page.py --rounds {options.rounds} --seconds {options.seconds:g}"
-    text = f"{table(['the page of a run', 'measured', 'at most'], rows)}\n\n{caption(figures, command)}"
+    text = f"{table(['the page of a run', 'measured', 'at most'], rows)}\n\n{caption(figures)}"
     report("page", text, figures, options.write, options.json)
 
 
