@@ -16,7 +16,7 @@ from windlass import __version__
 from windlass.core.optional import version_of
 
 PACKAGES = ("torch", "windlass", "transformers", "accelerate", "lightning")
-# Options that say where results go.
+# Options that name a file for the results.
 _RESULTS = ("--write", "--json", "--raw", "--plot")
 
 

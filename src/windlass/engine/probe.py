@@ -154,7 +154,7 @@ class Probe:
         with said_if_long(PATIENCE, logger.error, said, error):
             try:
                 yield
-            except RuntimeError:  # the exchange was broken off
+            except RuntimeError:  # the exchange failed
                 raise error from None
 
     def _value(self, loss: Loss, batch: Any) -> float:
