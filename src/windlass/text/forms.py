@@ -16,6 +16,7 @@ import numpy as np
 
 from windlass.core.errors import DataError
 from windlass.core.types import IGNORED
+from windlass.core.whole_file import parse_json
 
 Row = Mapping[str, Any]
 
@@ -311,7 +312,7 @@ def _extras(row: Row) -> dict[str, Any]:
     found = {name: row[name] for name in EXTRAS if row.get(name)}
     if isinstance(found.get("tools"), str):
         try:
-            found["tools"] = json.loads(found["tools"]) or None
+            found["tools"] = parse_json(found["tools"]) or None
         except json.JSONDecodeError as error:
             raise DataError(f"column 'tools' is not valid JSON: {error}") from None
     if not isinstance(found.get("tools") or [], list):
