@@ -9,9 +9,11 @@ import torch
 from tests.accelerator.loop_cases import make
 from tests.said import listening
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator
+from windlass.accelerator.preparing import bring_state_along
 from windlass.core.errors import ModelError
 from windlass.utils import ProjectConfiguration
 
@@ -94,3 +96,15 @@ def test_momentum_that_no_checkpoint_holds_is_said_when_it_is_prepared() -> None
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     (found,) = [line for line in said if line.startswith("save_state will fail: ")]
     assert found.endswith("sparse=False, or set momentum to 0")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_counters_go_to_the_device_with_kernels_that_read_them_there(fused: bool) -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(2, device=torch.device("cuda", 0)))
+        optimizer = torch.optim.AdamW([parameter])
+        optimizer.param_groups[0]["fused"] = fused
+        optimizer.state[parameter] = {"step": torch.ones(()), "exp_avg": torch.zeros(2)}
+        bring_state_along(optimizer)
+        places = {name: value.device.type for name, value in optimizer.state[parameter].items()}
+    assert places == {"step": "cuda" if fused else "cpu", "exp_avg": "cuda"}

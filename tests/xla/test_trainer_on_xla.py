@@ -26,7 +26,9 @@ from tests.xla.models import (
 )
 
 from windlass import TrainerCallback
+from windlass.core import xla
 from windlass.core.errors import NonFiniteError
+from windlass.core.rng import load_rng_state, rng_state
 
 pytestmark = [pytest.mark.xla, needs_xla]
 
@@ -169,6 +171,14 @@ def test_a_checkpoint_of_the_cpu_is_continued_here(tmp_path: Path) -> None:
     here = new_trainer(tmp_path)
     here.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(here) == pytest.approx(losses(there), abs=TOLERANCE)
+
+
+def test_the_state_of_a_generator_of_another_kind_of_device_is_left_out() -> None:
+    state = rng_state(xla.device())
+    load_rng_state(
+        {**state, "device": torch.zeros(16, dtype=torch.uint8), "device_type": "cuda"}, xla.device()
+    )
+    assert torch.equal(rng_state(xla.device())["device"], state["device"])
 
 
 KILLED = """

@@ -344,14 +344,18 @@ def has_device_map(model: nn.Module) -> bool:
 
 
 def bring_state_along(optimizer: torch.optim.Optimizer) -> None:
-    """Move an optimizer's state to the devices of its parameters; counters stay on the host."""
-    for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, Tensor):
-            continue
-        for key, value in state.items():
-            # Scalars are step counters, which torch's optimizers keep on the host, unless they are fused.
-            if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
-                state[key] = value.to(parameter.device)
+    """Move an optimizer's state to the devices of its parameters; counters stay on the host, unless its kernels read
+    them on the device.
+    """
+    for group in optimizer.param_groups:
+        reads_counters = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if not isinstance(value, Tensor) or value.device == parameter.device:
+                    continue
+                if value.ndim or reads_counters:  # scalars are counters of updates
+                    state[key] = value.to(parameter.device)
 
 
 _OF_ACCUMULATION = ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler")

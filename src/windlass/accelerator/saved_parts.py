@@ -359,7 +359,8 @@ class LoopContent:
     def _reseed(self, states: list[State]) -> None:
         # Of rank 0 on all, and then apart by rank: generators that are equal would draw the same numbers on each.
         load_rng_state(states[0], self._device)
-        seed_generators(derive_seed(STREAM_STEP, torch.initial_seed(), self._all_ranks.over("data").rank))
+        seed = derive_seed(STREAM_STEP, torch.initial_seed(), self._all_ranks.over("data").rank)
+        seed_generators(seed, self._device)
 
     def whole(self, states: Content, models: list[ModelState], disks: Disks) -> Content:
         """`states`, and the models that no hook has removed from the list."""

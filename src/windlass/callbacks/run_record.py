@@ -397,7 +397,10 @@ def _accelerator() -> dict[str, str]:
         return {}
     import torch
 
-    if not torch.cuda.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return {"accelerator": "none (CPU)"}
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"accelerator": ", ".join(names), "cuda": str(torch.version.cuda)}
+    # PyTorch has no name of Apple's GPU.
+    name_of = getattr(torch.get_device_module(device), "get_device_name", lambda index: device.type)
+    names = ", ".join(str(name_of(index)) for index in range(torch.accelerator.device_count()))
+    return {"accelerator": names, **({"cuda": str(torch.version.cuda)} if device.type == "cuda" else {})}

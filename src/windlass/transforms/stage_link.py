@@ -24,6 +24,8 @@ class StageLink:
     A header of few numbers, which travels over the host, precedes each activation: rows may differ in length from one
     micro-batch to the next, and no shape is inferred.
 
+    To make one is collective.
+
     Args:
         pipeline_ranks: those of the pipeline.
 
@@ -37,6 +39,9 @@ class StageLink:
         self._under_way: list[tuple[Any, Tensor]] = []
         self.borders: Sequence[str] = ()
         self.arriving: Mapping[str, Tensor] = {}
+        if device.type != "cpu" and pipeline_ranks.exists:
+            # NCCL connects all ranks of a group in its first call, which must not be a message between two of them.
+            pipeline_ranks.sum_on_device(torch.zeros((), device=device))
 
     def announce(self, tensor: Tensor | None, to: int) -> None:
         """Send the header of a tensor that follows; None: this stage failed, and nothing follows."""

@@ -30,11 +30,20 @@ def test_unknown_options_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
-def test_a_job_runs_on_ray_and_its_failure_is_reported() -> None:
-    words = ("launch", "--cpu", "--num_processes", 2, "--engine", "ray", SCRIPT, "raises")
+def test_a_job_runs_on_ray_and_its_failure_is_reported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    # Each process sees the GPUs of both, which need not exist.
+    script.write_text(
+        "import os, runpy\n"
+        "seen, os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['CUDA_VISIBLE_DEVICES'], ''\n"
+        "assert seen == '0,1', seen\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    words = ("launch", "--num_processes", 2, "--engine", "ray", script, "raises")
     # Ray's sockets lie below it, and the path of a socket has at most 107 bytes.
     with TemporaryDirectory(prefix="ray") as folder:
-        environ = {"WINDLASS_HOME": "/nowhere", "TMPDIR": folder}
+        gpus = {"CUDA_VISIBLE_DEVICES": "0,1", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
+        environ = {"WINDLASS_HOME": "/nowhere", "TMPDIR": folder, **gpus}
         code, said = end_of("windlass", *words, timeout=1200, environ=environ)
         left = list(Path(folder).glob("windlass-*"))
     assert code == 1, said

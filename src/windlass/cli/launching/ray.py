@@ -45,6 +45,7 @@ def run(plan: LaunchPlan) -> int:
         trainer = require("ray.train.v2.api.data_parallel_trainer", "launch on Ray").DataParallelTrainer(
             run_rank,
             train_loop_config={"plan": to_text(plan), "folder": os.getcwd()},
+            backend_config=_devices_in_common(),
             scaling_config=train.ScalingConfig(**job["scaling"]),
             run_config=train.RunConfig(
                 failure_config=train.FailureConfig(max_failures=plan.max_restarts), **job["run"]
@@ -57,6 +58,21 @@ def run(plan: LaunchPlan) -> int:
         if started:
             ray.shutdown()
     return 0
+
+
+def _devices_in_common() -> Any:
+    """Let each process see the GPUs of all on its machine, of which LOCAL_RANK names its own. By itself Ray shows each
+    one only.
+    """
+    backend: Any = require("ray.train.backend", "launch on Ray")
+
+    class Backend(backend.Backend):  # type: ignore[misc]
+        share_cuda_visible_devices = True
+
+    class Config(backend.BackendConfig):  # type: ignore[misc]
+        backend_cls = Backend
+
+    return Config()
 
 
 def describe_ray(plan: LaunchPlan) -> dict[str, Any]:
@@ -102,7 +118,7 @@ def run_rank(config: dict[str, Any]) -> None:
 def _failure_of_rank(plan: LaunchPlan, cwd: str, folder: Path) -> Incident | None:
     """Run the script to its end; return its failure, None if it succeeded."""
     context = require("ray.train", "run under Ray").get_context()
-    environ = {**os.environ, **worker_environment(plan), **_place(context, folder)}
+    environ = {**os.environ, **_variables(plan, context, folder)}
     environ.pop(TOKEN_VARIABLE, None)  # a secret that only launchers need
     # Ray starts its workers in a folder of its own.
     where = cwd if os.path.isdir(cwd) else None
@@ -115,13 +131,15 @@ def _failure_of_rank(plan: LaunchPlan, cwd: str, folder: Path) -> Incident | Non
     return Watch(machine, [watched]).incident("failed")
 
 
-def _place(context: Any, folder: Path) -> dict[str, str]:
-    """Return the variables of torch's launcher for this worker. Rank 0 chooses the address of the rendezvous."""
+def _variables(plan: LaunchPlan, context: Any, folder: Path) -> dict[str, str]:
+    """Return the variables of this worker's process. Rank 0 chooses the address of the rendezvous."""
     rank = context.get_world_rank()
     collective = require("ray.train.collective", "run under Ray")
     address, port = collective.broadcast_from_rank_zero(_free_address() if rank == 0 else None)
     world = World(rank, context.get_world_size(), context.get_local_rank(), context.get_local_world_size())
+    elsewhere = address if world.local_size < world.size else None  # others are on other machines
     return {
+        **worker_environment(plan, world.local_size, elsewhere),
         **world.variables(),
         "GROUP_RANK": str(context.get_node_rank()),
         "MASTER_ADDR": address,

@@ -17,13 +17,21 @@ if TYPE_CHECKING:
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
 
 
-def worker_environment(plan: LaunchPlan) -> dict[str, str]:
-    """Return variables for the processes of this machine; those that the user set are kept."""
-    local = plan.processes // plan.machines
+def worker_environment(
+    plan: LaunchPlan, local: int | None = None, main_address: str | None = None
+) -> dict[str, str]:
+    """Return variables for the processes of this machine; those that the user set are kept.
+
+    Args:
+        local: the number of these processes, if the engine chooses it.
+        main_address: of the machine that others of the job meet at; None: that of the plan, if it has several.
+    """
+    local = local or plan.processes // plan.machines
+    main_address = main_address or (plan.main_address if plan.machines > 1 else None)
     cores = usable_cores()
     bind = 1 < local <= cores if plan.bind_cores is None else plan.bind_cores
     found = {
-        **_interface(plan),
+        **_interface(main_address),
         # PyTorch's default is all cores in each process: they would compete for them, and spin while they wait.
         "OMP_NUM_THREADS": str(plan.threads or max(1, cores // local)),
         BIND_VARIABLE: "1" if bind else "0",
@@ -33,14 +41,14 @@ def worker_environment(plan: LaunchPlan) -> dict[str, str]:
     return {key: value for key, value in found.items() if key not in kept} | dict(plan.environment)
 
 
-def _interface(plan: LaunchPlan) -> dict[str, str]:
+def _interface(main_address: str | None) -> dict[str, str]:
     """Return the interface for gloo, whose default follows the machine's name, which often does not resolve."""
     if GLOO_VARIABLE in os.environ:
         return {}
     address = LOOPBACK
-    if plan.machines > 1 and plan.main_address:
+    if main_address:
         try:
-            address = address_towards(plan.main_address, 0)
+            address = address_towards(main_address, 0)
         except OSError:  # does not resolve or is not reachable: reported by the wait for the main machine
             return {}
     if is_loopback(address):
