@@ -47,12 +47,11 @@ _COLUMNS: dict[Form, tuple[str, ...]] = {
 # Beside the messages of a row.
 EXTRAS = ("tools", "chat_template_kwargs")
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask")
-_OF_PREFERENCES = (
-    "chosen", "rejected", "margin", "label", "ref_chosen_logps", "ref_rejected_logps", "ref_logps",
-)  # fmt: skip
+_OF_PREFERENCES = ("chosen", "rejected", "margin", "label")
+_OF_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps")
 # All columns that some form reads, but for that of plain text.
 COLUMNS = frozenset(
-    {*chain.from_iterable(_COLUMNS.values()), *EXTRAS, *_OF_TOKENS, *_OF_PREFERENCES, "input", "system"}
+    chain(*_COLUMNS.values(), EXTRAS, _OF_TOKENS, _OF_PREFERENCES, _OF_REFERENCES, ("input", "system"))
 )
 # Arguments of `apply_chat_template` that the preparation itself sets.
 _SET_HERE = frozenset((
