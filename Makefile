@@ -66,6 +66,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py benchmarks/script_recipes/*.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -213,9 +213,8 @@ def main() -> None:
         first = next(iter(peaks.values()))
         lines = [[name, f"{it / 2**20:.0f}", f"{it / first:.3f}"] for name, it in peaks.items()]
         text += "\n\n" + table(["ranks to a row", "peak of an update, MiB", "of one rank's"], lines)
-    shown = " ".join(word for word in sys.argv[1:] if not word.startswith("--write"))
     found = facts(("torch", "windlass", "transformers"))
-    text += "\n\n" + caption(found, f"python benchmarks/axes.py {shown}".strip())
+    text += "\n\n" + caption(found)
     report("axes", text, {**found, "sent": sent, "peaks": peaks}, options.write, options.json)
 
 

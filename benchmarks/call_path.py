@@ -165,8 +165,7 @@ def main() -> None:
         ["one save", path["save_files"], ""],
     ]
     text = table(["part of a run", "files", "calls"], rows)
-    command = "python benchmarks/call_path.py"
-    report("call-path", f"{text}\n\n{caption(figures, command)}", figures, options.write, options.json)
+    report("call-path", f"{text}\n\n{caption(figures)}", figures, options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def hashing(place: Path, size: int = 1 << 30) -> float:
     return statistics.median(rates)
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     found = figures["seconds"]
     base = found["transformers"]["blocked"]
     rows = []
@@ -109,7 +109,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         "fsynced too. "
         f"Hashing, which is what verifying takes: {figures['hashing']:.2f} GB/s on one core. "
         f"{figures['parameters'] / 1e6:.0f} M parameters, {figures['threads']} thread(s), slow disk: "
-        f"{figures['disk']} MB/s.\n\n{caption(figures, command)}"
+        f"{figures['disk']} MB/s.\n\n{caption(figures)}"
     )
 
 
@@ -145,8 +145,7 @@ def main() -> None:
         "threads": options.threads,
         "disk": options.disk,
     }
-    command = f"python benchmarks/checkpoint.py --saves {options.saves} --rounds {options.rounds}"
-    report("checkpoint", render(figures, command), figures, options.write, options.json)
+    report("checkpoint", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

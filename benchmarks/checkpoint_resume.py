@@ -164,7 +164,7 @@ def measure(kind: str, samples: int, rounds: int) -> dict[str, list[float]]:
     return {place: [min(column) for column in zip(*found, strict=True)] for place, found in seconds.items()}
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     rows = []
     for kind, found in figures["fastest"].items():
         row = [KINDS[kind]]
@@ -173,7 +173,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         rows.append(row)
     columns = [*(f"at {place}, s" for place in PLACES), "difference, s"]
     head = [f"{figures['samples']:,} samples", *columns, *(f"from `train()`: {column}" for column in columns)]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -198,8 +198,7 @@ def main() -> None:
     kinds = KINDS if options.kind is None else [options.kind]
     fastest = {kind: measure(kind, options.samples, options.rounds) for kind in kinds}
     figures = {**facts(), "rounds": options.rounds, "samples": options.samples, "fastest": fastest}
-    command = f"python benchmarks/checkpoint_resume.py --rounds {options.rounds}"
-    report("resume", render(figures, command), figures, options.write, options.json)
+    report("resume", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from windlass import __version__
 from windlass.core.optional import version_of
 
 PACKAGES = ("torch", "windlass", "transformers", "accelerate", "lightning")
+# Options that name a file for the results.
+_RESULTS = ("--write", "--json", "--raw", "--plot")
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -34,9 +37,21 @@ def processor() -> str:
     return match.group(1) if match else platform.machine()
 
 
+def typed() -> str:
+    """The command that measures, without where its results go."""
+    words, left = iter(sys.argv[1:]), [f"python benchmarks/{Path(sys.argv[0]).name}"]
+    for word in words:
+        if word in _RESULTS:
+            next(words, None)
+        elif not word.startswith(tuple(f"{option}=" for option in _RESULTS)):
+            left.append(word)
+    return " ".join(left)
+
+
 def facts(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
-    """Date, machine and versions: without them a figure says nothing."""
+    """Command, date, machine and versions: without them a figure says nothing."""
     return {
+        "command": typed(),
         "date": datetime.date.today().isoformat(),
         "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",
         "versions": versions(packages),
@@ -59,10 +74,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def caption(found: dict[str, Any], command: str) -> str:
+def caption(found: dict[str, Any]) -> str:
     """The sentence under a table: how, when, where and with what it was measured."""
     named = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"`{command}` on {found['date']}; {found['machine']}; {named}."
+    return f"`{found['command']}` on {found['date']}; {found['machine']}; {named}."
 
 
 def rewrite(page: Path, section: str, text: str) -> None:

@@ -87,7 +87,7 @@ def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, An
         f"python benchmarks/compared_scripts.py FOLDER --updates {updates} --write docs/compatibility.md"
     )
     missing = f"\n\nNot compared, since files or packages were absent: {', '.join(absent)}." if absent else ""
-    return f"{table(head, rows)}\n\n{caption(figures, command)}{missing}"
+    return f"{table(head, rows)}\n\n{caption({**figures, 'command': command})}{missing}"
 
 
 def main() -> None:

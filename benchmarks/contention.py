@@ -149,7 +149,7 @@ def summarise(steps: dict[str, dict[int, list[float]]]) -> dict[str, dict[str, d
     }
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     cores, threads, measured = figures["cores"], figures["threads"], figures["policies"]
     idle = measured["default"]["0"]["ms"]
     rows = []
@@ -166,7 +166,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         f"PyTorch's default takes on the idle machine. {threads} threads on {cores} "
         f"cores; at least {min(m['steps'] for of in measured.values() for m in of.values())} steps a cell."
     )
-    return f"{table(head, rows)}\n\n{note}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{note}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -196,8 +196,7 @@ def main() -> None:
     policies = summarise(measure(chosen, loads, options.seconds, options.rounds, options.starts))
     cores = usable_cores()
     figures = {**facts(), "cores": cores, "threads": cores, "loads": loads, "policies": policies}
-    command = " ".join(["python benchmarks/contention.py", *sys.argv[1:]]).split(" --write")[0]
-    report("contention", render(figures, command), figures, options.write, options.json)
+    report("contention", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

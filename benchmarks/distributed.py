@@ -131,7 +131,7 @@ def summarise(times: dict[str, list[float] | None]) -> dict[str, dict[str, float
     }
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     rows: list[list[str]] = []
     for strategy, found in figures["milliseconds"].items():
         for name, it in found.items():
@@ -141,7 +141,7 @@ def render(figures: dict[str, Any], command: str) -> str:
                 cells = [f"{it['p10']:.1f}", ratio, f"{it['median']:.1f}", f"{it['steps']}"]
             rows.append([f"{STRATEGIES[strategy]}: {LABELS[name]}", *cells])
     head = ["loop", "step, ms (p10)", "ratio to the hand-written loop", "step, ms (median)", "steps timed"]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -174,9 +174,7 @@ def main() -> None:
         "rounds": options.rounds,
         "milliseconds": {one: summarise(found) for one, found in times.items()},
     }
-    engine = " --deepspeed" if options.deepspeed else ""
-    command = f"python benchmarks/distributed.py{engine} --steps {options.steps} --rounds {options.rounds}"
-    report(section, render(figures, command), figures, options.write, options.json)
+    report(section, render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

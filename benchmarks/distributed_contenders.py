@@ -39,7 +39,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.attend(self.norms[0](x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.join(mixed.transpose(1, 2).flatten(2))
         return x + self.feed(self.norms[1](x))
 
@@ -95,7 +96,8 @@ def _spread(model: Model, strategy: str) -> nn.Module:
         return DistributedDataParallel(model)
     for block in model.blocks:
         fully_shard(block)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def _stage(strategy: str) -> int | None:

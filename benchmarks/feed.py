@@ -110,11 +110,11 @@ def run(rows: int, width: int, rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in shares.items()}
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     head = ["loader", *(f"{width} tokens a row" for width in figures["widths"])]
     names = next(iter(figures["shares"].values()))
     rows = [[name, *(f"{shares[name]:.2f}" for shares in figures["shares"].values())] for name in names]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def main() -> None:
     widths = [64, 1024]
     shares = {str(width): run(asked.rows, width, asked.rounds) for width in widths}
     figures = {**facts(), "widths": widths, "shares": shares}
-    report("feed", render(figures, "python benchmarks/feed.py"), figures, asked.write, asked.raw)
+    report("feed", render(figures), figures, asked.write, asked.raw)
 
 
 if __name__ == "__main__":

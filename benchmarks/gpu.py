@@ -71,12 +71,12 @@ def mfu(it: dict[str, Any], peak: float | None) -> str:
     return f"{100 * per_token * it['tokens_per_second'] / (peak * 1e12):.1f} %"
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     head = ["loop", "torch.compile", "tokens/s", "MFU", "peak memory, GB", "loss, first to last"]
     if figures["device"] is None:
         rows: list[list[str]] = [[LABELS.get(n, n), "", "", "", "", ""] for n in LOOPS]
         note = "No accelerator was there when this page was made, so these rows are empty."
-        return f"{table(head, rows)}\n\n{note} The command: `{command}`."
+        return f"{table(head, rows)}\n\n{note} The command: `{figures['command']}`."
     rows = []
     for it in figures["runs"]:
         label, compiled = LABELS.get(it["loop"], it["loop"]), "yes" if it["compile"] else "no"
@@ -89,16 +89,16 @@ def render(figures: dict[str, Any], command: str) -> str:
     done = next((it for it in figures["runs"] if "error" not in it), None)
     shape = "" if done is None else f"{done['parameters'] / 1e9:.2f} B parameters, "
     shape += f"{figures['micro_batch']} sequences of {figures['length']} tokens a step, {figures['device']}. "
-    return f"{table(head, rows)}\n\n{shape}{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{shape}{caption(figures)}"
 
 
-def render_axes(figures: dict[str, Any], command: str) -> str:
+def render_axes(figures: dict[str, Any]) -> str:
     head = ["divided", "tokens in a row", "tokens/s", "MFU of each", "peak memory of each, GB"]
     lengths = figures["lengths"]
     if figures["device"] is None:
         rows = [[label, f"{length:,}", "", "", ""] for label in AXES.values() for length in lengths]
         note = "No accelerators were there when this page was made, so these rows are empty."
-        return f"{table(head, rows)}\n\n{note} The command: `{command}`."
+        return f"{table(head, rows)}\n\n{note} The command: `{figures['command']}`."
     rows = []
     for it in figures["runs"]:
         if "error" in it:
@@ -108,7 +108,7 @@ def render_axes(figures: dict[str, Any], command: str) -> str:
         memory = f"{it['peak_bytes'] / 1e9:.1f}" if it["peak_bytes"] else ""
         share = mfu(each, figures["peak_tflops"])
         rows.append([it["label"], f"{it['length']:,}", f"{it['tokens_per_second']:,.0f}", share, memory])
-    return f"{table(head, rows)}\n\n{figures['axes']} x {figures['device']}. {caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{figures['axes']} x {figures['device']}. {caption(figures)}"
 
 
 def divided(figures: dict[str, Any], options: argparse.Namespace) -> None:
@@ -160,12 +160,10 @@ def main() -> None:
         variants = [False] if options.no_compile else [False, True]
         loops = options.only.split(",")
         figures["runs"] = [train(loop, compiled, options) for compiled in variants for loop in loops]
-    command = "python benchmarks/gpu.py" + (" --tiny" if options.tiny else "")
     if options.axes:
-        command += f" --axes {options.axes}"
-        report("gpu-axes", render_axes(figures, command), figures, options.write, options.json)
+        report("gpu-axes", render_axes(figures), figures, options.write, options.json)
     else:
-        report("gpu", render(figures, command), figures, options.write, options.json)
+        report("gpu", render(figures), figures, options.write, options.json)
     if any("error" in it for it in figures["runs"]):
         raise SystemExit(1)
 

@@ -42,7 +42,8 @@ def serve(rate: float) -> None:
     sys.path.insert(0, str(ROOT))
     from tests.hub.server import running
 
-    with running() as hub:
+    with running() as server:
+        hub = server.hub
         hub.rate = rate
         print(json.dumps(hub.url), flush=True)
         for _ in sys.stdin:
@@ -120,7 +121,7 @@ def measure(updates: int, every: int, rounds: int, rate: float) -> dict[str, lis
     return found
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     runs = figures["runs"]
     alone = median(run["seconds"] for run in runs["none"])
     body = []
@@ -138,7 +139,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         f"updates ({alone / figures['updates'] * figures['every']:.0f} s); the Hub takes in "
         f"{figures['rate'] / 1e6:.0f} MB/s."
     )
-    return f"{table(head, body)}\n\n{note}\n\n{caption(figures, command)}"
+    return f"{table(head, body)}\n\n{note}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -161,8 +162,7 @@ def main() -> None:
     runs = measure(options.updates, options.every, options.rounds, options.rate)
     settings = {"updates": options.updates, "every": options.every, "rate": options.rate}
     figures = {**facts(("torch", "windlass", "huggingface_hub")), **settings, "runs": runs}
-    command = " ".join(["python benchmarks/hub.py", *sys.argv[1:]]).split(" --write")[0]
-    report("hub", render(figures, command), figures, options.write, options.json)
+    report("hub", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

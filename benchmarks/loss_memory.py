@@ -231,7 +231,7 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float] | None]:
     return found
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     found = figures["contenders"]
     base, rows = found["transformers"], []
     for name, it in found.items():
@@ -248,7 +248,7 @@ def render(figures: dict[str, Any], command: str) -> str:
             ]
         )
     head = ["loss", "peak above lasting memory, MB", "ratio", "forward and backward, s", "ratio"]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -269,12 +269,7 @@ def main() -> None:
         print(json.dumps(contender(options.contender, options)))
         return
     figures = {**facts(), "contenders": run(options)}
-    command = "python benchmarks/loss_memory.py" + "".join(
-        f" --{key} {getattr(options, key)}"
-        for key in ("vocabulary", "tokens", "hidden", "rounds", "device", "only")
-        if getattr(options, key) != parser.get_default(key)
-    )
-    report("loss-memory", render(figures, command), figures, options.write, options.json)
+    report("loss-memory", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -151,11 +151,7 @@ def main() -> None:
         for name, row in found.items()
     ]
     head = ("`optim`", "bytes of state per parameter", "learning rate", f"loss after {options.steps} updates")
-    text = (
-        table(head, rows)
-        + "\n\n"
-        + caption(facts(), f"python benchmarks/optimizers.py --steps {options.steps}")
-    )
+    text = table(head, rows) + "\n\n" + caption(facts())
     if missing:
         text += f" Not installed: {', '.join(missing)}."
     report("optimizers", text, {**facts(), "optimizers": found}, options.write, options.raw)

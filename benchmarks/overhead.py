@@ -111,7 +111,7 @@ def summarise(times: dict[str, list[float] | None]) -> dict[str, dict[str, float
     }
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     base = figures["microseconds"]["raw"]
     rows: list[list[str]] = []
     for name, it in figures["microseconds"].items():
@@ -124,7 +124,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         if name == "windlass" and (ledger := figures.get("ledger")):
             rows.append(["of it, the time ledger", "", f"+{ledger['microseconds']:.1f}", "", ""])
     head = ["loop", "step, us (p10)", "over the raw loop, us", "step, us (median)", "steps timed"]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def clock_cost(updates: int = 20_000) -> dict[str, float]:
@@ -198,9 +198,7 @@ def main() -> None:
         **facts(), "steps": options.steps, "rounds": options.rounds, "microseconds": summarise(times),
         "ledger": clock_cost(),
     }  # fmt: skip
-    command = f"python benchmarks/overhead.py --steps {options.steps} --rounds {options.rounds}"
-    command += f" --against {options.against}" if options.against else ""
-    report("overhead", render(figures, command), figures, options.write, options.json)
+    report("overhead", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

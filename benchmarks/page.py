@@ -59,7 +59,7 @@ def write_run(folder: Path, steps: int) -> None:
     """Write the files of a run that logged every step."""
     args = TrainingArguments(str(folder), use_cpu=True, learning_rate=1e-4)
     nothing = {"from_step": 0, "seconds": 0.0, "samples": 0.0}
-    RunRecord(folder, args, dict, writes=True).begin(0, 2 * steps, nothing)
+    RunRecord(folder, args, writes=True).begin(0, 2 * steps, nothing)
     with open(folder / "metrics.jsonl", "w") as file:
         file.writelines(json.dumps(row(step)) + "\n" for step in range(1, steps + 1))
 
@@ -152,8 +152,7 @@ def main() -> None:
         ["writing it", f"{seconds:.1f} s", ""],
         ["following a run of 10,000 rows", f"{share:.2%} of a core", "1 %"],
     ]
-    command = f"python benchmarks/page.py --rounds {options.rounds} --seconds {options.seconds:g}"
-    text = f"{table(['the page of a run', 'measured', 'at most'], rows)}\n\n{caption(figures, command)}"
+    text = f"{table(['the page of a run', 'measured', 'at most'], rows)}\n\n{caption(figures)}"
     report("page", text, figures, options.write, options.json)
 
 

@@ -189,7 +189,7 @@ def run(names: list[str], found: dict[str, dict[str, Any]], keep: Callable[[], N
         )
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     found = figures["configurations"]
     errors = sorted(abs(it["bytes"] / it["measured"] - 1) for it in found.values())
     rows = []
@@ -210,7 +210,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         "error",
         "with glibc's default, MiB",
     ]
-    return f"{table(head, rows)}\n\n{said}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{said}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -237,7 +237,7 @@ def main() -> None:
             options.json.write_text(json.dumps(figures(), indent=1) + "\n", "utf-8")
 
     run([name for name in names if name not in measured], measured, keep)
-    report("plan", render(figures(), "python benchmarks/plan.py"), figures(), options.write, options.json)
+    report("plan", render(figures()), figures(), options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -109,13 +109,13 @@ def run() -> dict[str, dict[str, float]]:
     return found
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     rows = []
     for key, found in figures["differences"].items():
         name, loss, way = key.split("|")
         rows.append([LABELS[name], loss, way, *(f"{found[figure]:.0e}" for figure in (*_FIGURES, "weights"))])
     head = ["trainer", "loss", "split", *(f"`{figure}`" for figure in _FIGURES), "weights"]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -130,8 +130,7 @@ def main() -> None:
         worker(options.worker, options.loss.split(","), *map(int, options.split.split(",")))
         return
     figures = {**facts((*PACKAGES, "trl")), "differences": run()}
-    command = "python benchmarks/preference_splits.py"
-    report("preference-splits", render(figures, command), figures, options.write, options.json)
+    report("preference-splits", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     return found
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     found = figures["contenders"]
     base = found["trl"]
     rows = [
@@ -128,7 +128,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         for name, it in found.items()
     ]  # fmt: skip
     head = ["trainer", "tokens/s", "ratio", "peak of an update, MB", "ratio"]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 _SIZES = {"vocabulary": 128_000, "hidden": 256, "prompt": 128, "answer": 64, "batch": 4, "updates": 3}
@@ -147,10 +147,7 @@ def main() -> None:
         print(json.dumps(contender(options.contender, options)))
         return
     figures = {**facts((*PACKAGES, "trl")), "contenders": run(options)}
-    changed = {n: getattr(options, n) for n, size in _SIZES.items() if getattr(options, n) != size}
-    sizes = "".join(f" --{name} {size}" for name, size in changed.items())
-    command = f"python benchmarks/preferences.py --rounds {options.rounds}{sizes}"
-    report("preferences", render(figures, command), figures, options.write, options.json)
+    report("preferences", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, An
         f"{exact} of these with the same bits in every loss."
     )
     command = "python benchmarks/public_scripts.py FOLDER --write docs/compatibility.md"
-    return f"{summary}\n\n{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{summary}\n\n{table(head, rows)}\n\n{caption({**figures, 'command': command})}"
 
 
 def parser_of(section: str, **description: Any) -> argparse.ArgumentParser:

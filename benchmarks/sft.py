@@ -81,7 +81,7 @@ def run(names: list[str], data: list[str], seconds: float, rounds: int) -> dict[
     return found
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     found = figures["outcomes"]
     head = ["loop"]
     for kind in found:
@@ -97,7 +97,7 @@ def render(figures: dict[str, Any], command: str) -> str:
                 ratio = f"{mine['speed'] / hand['speed']:.2f}" if hand["speed"] else ""
                 row += [f"{mine['speed']:.0f}", ratio]
         rows.append(row)
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -118,8 +118,7 @@ def main() -> None:
     found = run(names, options.data.split(","), options.seconds, options.rounds)
     outcomes = {kind: {name: asdict(one) for name, one in by_name.items()} for kind, by_name in found.items()}
     figures = {**facts([*PACKAGES, "trl"]), "outcomes": outcomes}
-    command = f"python benchmarks/sft.py --seconds {options.seconds:g} --rounds {options.rounds}"
-    report("sft", render(figures, command), figures, options.write, options.json)
+    report("sft", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def once(name: str, updates: int) -> dict[str, Any]:
     return found
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     found = figures["contenders"]
     head = ["trainer", "samples/s", "ratio to TRL", "preparation, s", "memory of the run, MB"]
     rows = [
@@ -188,7 +188,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         ]
         for name, it in found.items()
     ]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -212,8 +212,7 @@ def main() -> None:
             best["preparation"] = min(best["preparation"], now["preparation"])
             best["memory"] = min(best["memory"], now["memory"])
     figures = {**facts(("torch", "windlass", "transformers", "trl")), "contenders": found}
-    command = f"python benchmarks/sft_images.py --updates {options.updates} --rounds {options.rounds}"
-    report("sft-images", render(figures, command), figures, options.write, options.json)
+    report("sft-images", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def run(rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def render(figures: dict[str, Any], command: str) -> str:
+def render(figures: dict[str, Any]) -> str:
     base = figures["medians"]["torch"]
     rows = []
     for name, statement in STATEMENTS.items():
@@ -75,7 +75,7 @@ def render(figures: dict[str, Any], command: str) -> str:
         )
         rows.append([f"`{statement}`", *seconds, *megabytes, f"{it['modules']:.0f}"])
     head = ["statement", "s", "over torch, s", "resident, MB", "over torch, MB", "modules"]
-    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+    return f"{table(head, rows)}\n\n{caption(figures)}"
 
 
 def main() -> None:
@@ -85,8 +85,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     figures = {**facts(), "rounds": options.rounds, "medians": run(options.rounds)}
-    command = f"python benchmarks/startup.py --rounds {options.rounds}"
-    report("startup", render(figures, command), figures, options.write, options.json)
+    report("startup", render(figures), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

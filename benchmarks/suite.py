@@ -62,14 +62,14 @@ def measure(
     return found
 
 
-def render(found: dict[str, list[dict[str, float]]], command: str) -> str:
+def render(found: dict[str, list[dict[str, float]]]) -> str:
     first = median(run["processor"] for run in next(iter(found.values())))
     rows = []
     for commit, runs in found.items():
         spent, wall = (median(run[name] for run in runs) for name in ("processor", "wall"))
         rows.append([f"`{commit}`", f"{spent:.0f}", f"{spent / first:.2f}", f"{wall:.0f}"])
     head = ["commit", "processor seconds", "times the first", "wall seconds"]
-    return f"{table(head, rows)}\n\n{caption(facts(), command)}"
+    return f"{table(head, rows)}\n\n{caption(facts())}"
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", help="paths and options for pytest; by default the whole suite")
     options = parser.parse_args()
     found: Any = measure([options.against, options.commit], options.tests, options.rounds, options.workers)
-    print(render(found, " ".join(["python benchmarks/suite.py", *sys.argv[1:]])))
+    print(render(found))
     if options.json:
         options.json.write_text(json.dumps({**facts(), "runs": found}, indent=1) + "\n")
 

@@ -189,8 +189,7 @@ def main() -> None:
         lines.append([FORMS[form], cores, *(f"{speed[name]:,.0f}" for name in CONTENDERS), ratio])
     head = ["Rows", "Cores", *(f"{label}, rows/s" for label in CONTENDERS.values()), "Ratio"]
     found = facts()
-    command = f"python benchmarks/text_preparation.py --rows {options.rows} --rounds {options.rounds}"
-    text = f"{table(head, lines)}\n\n{caption(found, command)}"
+    text = f"{table(head, lines)}\n\n{caption(found)}"
     report("preparation", text, {**found, "rows_per_second": figures}, options.write, options.json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from windlass.engine import probe
 from windlass.engine.probe import Probe
 from windlass.metrics.tokens import TargetCounter
 
@@ -110,6 +112,27 @@ def test_a_rank_without_targets_does_not_decide() -> None:
     without = {**BATCH, "labels": torch.full((2, 4), -100)}
     assert probe.shifts_labels(without, TargetCounter(), lambda batch: torch.tensor(float("nan"))) is True
     assert [value.item() for value in seen] == [0.0, 0.0]
+
+
+def test_a_rank_that_fails_alone_says_why_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks meet in their forwards, the others wait there for this one."""
+    monkeypatch.setattr(probe, "PATIENCE", 0.01)
+    spoken, said = threading.Event(), []
+    monkeypatch.setattr(probe.logger, "error", lambda *values: (said.append(values[-1]), spoken.set()))
+    others_come = iter([True, False])
+
+    def sum_over_ranks(value: Tensor) -> Tensor:
+        if not next(others_come):
+            assert spoken.wait(60)
+            raise RuntimeError("timed out waiting for recv")
+        return value
+
+    def fails(batch: Any) -> Tensor:
+        raise ValueError("token 9 of a vocabulary of 6")
+
+    with pytest.raises(ValueError, match="token 9"):
+        Probe(Model().eval(), CPU, sum_over_ranks).splits(BATCH, fails, TargetCounter(), 1e-5)
+    assert [str(error) for error in said] == ["token 9 of a vocabulary of 6"]
 
 
 def test_an_experiment_that_is_broken_off_leaves_no_trace() -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.finetuning import small, vision_families
@@ -200,6 +201,7 @@ def test_an_evaluation_set_with_images_needs_a_trainer_that_knows_them(tmp_path:
     ):
         trainer.evaluate(mixed_rows())
     assert not holds_images([texts[0], {**texts[1], "image": None}])
+    assert holds_images([texts[0], {**texts[1], "image": np.zeros((2, 2, 3), np.uint8)}])
     rows = [texts[0], {**texts[1], "images": ["missing.png"]}]
     with pytest.raises(DataError, match=r"row 1: the image 'missing\.png' does not open"):
         SFTTrainer(model, small.arguments(tmp_path), train_dataset=rows, processing_class=processor)

@@ -29,6 +29,7 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
+import torch
 from tests.reliability.attempts import preload
 from tests.reliability.combined.case import Case, draw, parse
 from tests.reliability.combined.questions import HELD, REFUSED, SHORT, examine
@@ -169,6 +170,8 @@ def main(words: list[str] | None = None) -> int:
         cases = [parse(given.only)] if given.only else list(drawn)
     except ValueError as error:
         parser.error(f"--only: {error}")
+    if given.accelerator and not torch.accelerator.is_available():
+        parser.error("--accelerator: PyTorch sees none on this machine")
     place, started = Path(tempfile.mkdtemp(prefix="windlass-combinations-", dir=memory())), time.monotonic()
     if given.accelerator:
         results = examine_apart(cases, place, given.jobs, lambda result: show(result, given.write))

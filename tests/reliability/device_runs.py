@@ -47,6 +47,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "fsdp, fp16+": {"fp16": True, "fsdp": "full_shard"},
     "fsdp, compiled+": {"bf16": True, "fsdp": "full_shard", "torch_compile": True},
     "fsdp, on the host+": {"bf16": True, "fsdp": "full_shard offload"},
+    "fsdp, fp16, on the host+": {"fp16": True, "fsdp": "full_shard offload"},
     "sft, packed": {"bf16": True, "packing": True},
     "sft, packed, compiled": {"bf16": True, "packing": True, "torch_compile": True},
     "sft, Liger's kernels": {"bf16": True, "use_liger_kernel": True},

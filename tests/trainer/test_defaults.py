@@ -10,9 +10,11 @@ import torch
 from tests.dist.launch import on_ranks
 from tests.trainer.nonfinite_cases import Weights, trainer_for
 from tests.trainer.small import arguments
+from torch import nn
 
 from windlass import Trainer
 from windlass.core.errors import ConfigError
+from windlass.trainer.defaults import place_model
 from windlass.trainer.run_folder import check_writable
 
 
@@ -76,3 +78,21 @@ def into_a_file(folder: Path) -> str:
         said = str(error)
     trainer.end()
     return said
+
+
+@pytest.mark.parametrize(
+    ("places", "method", "moved"),
+    [
+        ({}, None, True),
+        ({}, "torchao", True),  # which its loader leaves on the host
+        ({"": 0}, "bitsandbytes", True),  # which it puts on the first device, whatever the rank
+        ({"a": 0, "b": 1}, None, False),
+    ],
+)
+def test_a_model_on_one_other_device_is_moved(
+    places: dict[str, int], method: str | None, moved: bool
+) -> None:
+    model: Any = nn.Linear(2, 1)
+    model.hf_device_map, model.quantization_method = places, method
+    place_model(model, torch.device("meta"))
+    assert model.weight.is_meta == moved

@@ -24,7 +24,7 @@ from windlass.config.plan import CadencePlan
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
-from windlass.metrics.stage_memory import process_peak_bytes
+from windlass.metrics.stage_memory import device_peak_bytes, process_peak_bytes
 from windlass.recipes.recipe import run_folder, training_arguments
 from windlass.recipes.schema import Recipe, RecipeParts
 from windlass.recipes.tasks import TASKS
@@ -226,7 +226,8 @@ def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
     seconds = steps * found.step + evaluations * (found.evaluation or 0.0) + saves * found.save
     seconds += found.predictions or 0.0
     kept = _kept(args, saves, 0 if args.metric_for_best_model is None else args.keep_best or 1)
-    peak, owner = peak_memory()
+    on_device = device_peak_bytes(args.device)
+    peak, owner = (process_peak_bytes() or 0, "process") if on_device is None else (on_device, "accelerator")
     return {
         "schema": SCHEMA,
         "checked": {
@@ -266,14 +267,9 @@ def _in_lines(found: dict[str, Any]) -> str:
     return "\n".join(["", "The full run would take:", *lines])
 
 
-def peak_memory() -> tuple[int, str]:
-    """Return the peak in bytes, of "accelerator" memory if there is one, else of the "process"."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated(), "accelerator"
-    return process_peak_bytes() or 0, "process"
-
-
 def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """The time when the work that was started on an accelerator is done."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        torch.get_device_module(device).synchronize()
     return time.perf_counter()

@@ -13,8 +13,9 @@ Answers are summed over ranks before they are judged: one rank's first batch may
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from windlass.core.logs import get_logger
+from windlass.core.threads import said_if_long
 from windlass.core.types import IGNORED, LossTerms
 from windlass.engine.splitting import Halves, Kind, Split, closest, halves
 from windlass.engine.undisturbed import undisturbed
@@ -35,6 +37,8 @@ SumOverRanks = Callable[[Tensor], Tensor]
 # Far more than one rounding: the losses compared are sums over thousands of terms, in another order.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 _LOW_PRECISION_ROUNDING = 2e-2
+# Seconds that a rank without an answer waits for the others before it says why it has none.
+PATIENCE = 10.0
 
 
 def rounding_of(dtype: torch.dtype) -> float:
@@ -54,6 +58,7 @@ class Probe:
         self._module, self._device, self._sum_over_ranks = module, device, sum_over_ranks
         # Of the last loss: some models of low precision compute theirs in fp32.
         self._loss_type = torch.float32
+        self._failed: Exception | None = None
 
     def shifts_labels(self, batch: Any, counter: TargetCounter, loss: Loss) -> bool:
         """Return True if the first label of each row is not a target (a causal model that shifts by itself)."""
@@ -122,6 +127,7 @@ class Probe:
             # The model returns no loss in evaluation mode, or does not accept a part of a batch. Ordinary: the model of
             # a pairwise or contrastive trainer accepts no batch. Who needs the answer reports that it is missing.
             logger.debug("the loss of a part of a batch cannot be measured: %r", error)
+            self._failed = error
             return math.nan
 
     def value(self, batch: Any, loss: Loss) -> float:
@@ -130,8 +136,26 @@ class Probe:
 
     def _summed(self, *values: float) -> list[float]:
         finite = [0.0 if math.isnan(value) else value for value in values]
-        result: list[float] = self._sum_over_ranks(torch.tensor(finite, dtype=torch.float64)).tolist()
+        with self._named_if_alone():
+            result: list[float] = self._sum_over_ranks(torch.tensor(finite, dtype=torch.float64)).tolist()
         return result
+
+    @contextlib.contextmanager
+    def _named_if_alone(self) -> Iterator[None]:
+        """Around an exchange: if the model failed on this rank, and the others do not come, its error is why.
+
+        Where ranks exchange tensors in their forwards, the others wait there for this one until `ddp_timeout`.
+        """
+        error, self._failed = self._failed, None
+        if error is None:
+            yield
+            return
+        said = "the model failed on the first batch of this process, and the other processes still compute theirs: %r"
+        with said_if_long(PATIENCE, logger.error, said, error):
+            try:
+                yield
+            except RuntimeError:  # the exchange failed
+                raise error from None
 
     def _value(self, loss: Loss, batch: Any) -> float:
         with undisturbed(self._module, self._device):

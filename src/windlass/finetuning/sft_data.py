@@ -125,7 +125,7 @@ def image_columns(dataset: Any) -> set[str]:
     """The columns of images that a dataset has; of a list also those in which a later row has one."""
     rows = dataset if isinstance(dataset, (list, tuple)) else ()
     values = ((name, row.get(name)) for row in rows if isinstance(row, Mapping) for name in COLUMNS)
-    filled = {name for name, value in values if value or not isinstance(value, list | None)}
+    filled = {name for name, value in values if not isinstance(value, list | None) or value}
     return columns_of(dataset) & set(COLUMNS) | filled
 
 

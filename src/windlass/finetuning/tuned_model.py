@@ -14,6 +14,7 @@ from windlass.assemble.resolve import resolve_parallel
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.arguments import TrainingArguments
 from windlass.config.sections.setting import default_of
+from windlass.core.device import make_current
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.world import world_from_environment
@@ -152,6 +153,8 @@ def open_tuned_model(
     Raises:
         ConfigError, ModelError, TypeError: what cannot be loaded, or not combined.
     """
+    # Loaders of few bits put weights on the current device, which would be the first one on every rank.
+    make_current(args.device)
     seed_all(args)  # new weights and new adapters are drawn from these generators
     empty = isinstance(model, str) and receives_weights(args)
     if isinstance(model, str):

@@ -218,13 +218,13 @@ def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:
-    """Move the model to `device`, unless a device map or a quantized loader has put its parts on devices, or it has no
-    weights yet.
-    """
+    """Move the model to `device`, unless a device map has put its parts on several, or it has no weights yet."""
     device_map = getattr(model, "hf_device_map", None) or {}
-    if not has_weights(model):
+    if not has_weights(model) or len(set(device_map.values())) > 1:
         return
-    if len(set(device_map.values())) <= 1 and getattr(model, "quantization_method", None) is None:
+    # One of few bits, which not every library moves, is usually where its loader put it.
+    is_there = all(parameter.device == device for parameter in model.parameters())
+    if getattr(model, "quantization_method", None) is None or not is_there:
         to_device(model, device)
 
 
