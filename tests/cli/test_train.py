@@ -24,6 +24,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.store import Store
 from windlass.cli.main import main
+from windlass.config.arguments import TrainingArguments
 from windlass.recipes.tokenizing import saved_tokenizer
 from windlass.trainer import run_checkpoints
 from windlass.trainer.trainer import Trainer
@@ -349,8 +350,9 @@ def test_a_disk_that_is_full_at_the_end_is_one_message_and_code_2(
 def test_a_resumed_run_takes_the_tokenizer_of_its_checkpoint(resume: bool | str, tmp_path: Path) -> None:
     Store(tmp_path).write(2, {}, lambda draft: draft.write_file("tokenizer.json", b"{}"))
     place = str(tmp_path / resume) if resume == "checkpoint-2" else resume
-    assert saved_tokenizer(tmp_path, place) == tmp_path / "checkpoint-2"
-    assert saved_tokenizer(tmp_path, None) is None
+    args = TrainingArguments(str(tmp_path))
+    assert saved_tokenizer(args, place) == tmp_path / "checkpoint-2"
+    assert saved_tokenizer(args, None) is None
 
 
 def test_a_run_from_the_hub_takes_the_tokenizer_of_its_checkpoint(

@@ -48,6 +48,14 @@ def test_rows_beyond_the_positions_of_a_model(kind: str, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_images_are_refused(kind: str) -> None:
+    rows, changes = KINDS[kind]
+    data = PreferenceData(small.tokenizer(), PairOptions(**changes), ModelLimits())
+    with pytest.raises(ConfigError, match=r"train_dataset=\['images'\]: .* are trained on text alone"):
+        data.prepare([rows[0], {**rows[1], "images": ["a.png"]}], "train")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_that_fills_the_positions_of_a_model_is_named_by_its_line(kind: str) -> None:
     rows, changes = KINDS[kind]
     rows = [dict(row) for row in rows]

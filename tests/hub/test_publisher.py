@@ -163,6 +163,15 @@ def test_what_was_not_uploaded_is_listed_with_a_command_that_does_the_same(
     assert (again, found[1]) == (found[0], {})
 
 
+def test_a_checkpoint_that_was_taken_away_costs_its_upload_alone(
+    hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = Publisher(HubSettings("run", token), tmp_path)
+    publisher.saved(tmp_path / "checkpoint-1")
+    assert not publisher.finish()
+    assert "the model of checkpoint-1 was not uploaded, and training continues" in caplog.text
+
+
 def test_another_publisher_of_the_same_folder_leaves_uploads_under_way_alone(
     hub: Hub, token: str, run: Path, tmp_path: Path
 ) -> None:

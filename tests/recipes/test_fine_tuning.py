@@ -91,6 +91,22 @@ def test_the_base_of_a_run_stays_and_another_run_gets_another(
     assert weights.read_bytes() != first
 
 
+def test_a_run_in_a_remote_folder_is_continued_on_another_machine_with_its_tokenizer(
+    problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    remote = f"training.output_dir=file://{tmp_path}/remote/run"
+    words = ["train", "sft-gsm8k", *small(problems, remote, "adapter=null")]
+    monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "one"))
+    assert main(words) == 0
+    tokenizer = (tmp_path / "remote/run/checkpoint-2/tokenizer.json").read_bytes()
+    problems.write_text(problems.read_text().replace("Tom has", "Zoe and Yak saw"))
+    monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "two"))
+    assert main([*words, "training.max_steps=3", "--resume"]) == 0
+    assert (tmp_path / "remote/run/checkpoint-3/tokenizer.json").read_bytes() == tokenizer
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "remote", "train.jsonl", "two"]
+
+
 def test_a_base_is_not_taken_over_from_other_texts_or_another_seed(problems: Path) -> None:
     """A named tokenizer stays the same, but rows that are held out now may have trained the base that is there."""
     run = problems.parent / "run"

@@ -70,6 +70,11 @@ def test_one_class_is_refused(tmp_path: Path, photos: Path) -> None:
         load_images(recipe(tmp_path, photos).data, seed=1)
 
 
+def test_images_of_several_sizes_need_one_to_be_scaled_to(tmp_path: Path, photos: Path) -> None:
+    with pytest.raises(DataError, match=r"\.png is \d x 8 pixels, and .*\.png \d x 8: .*data\.image_size"):
+        load_images(recipe(tmp_path, photos, "data.image_size=null").data, seed=1)
+
+
 def test_an_unreadable_image_is_named(tmp_path: Path, photos: Path) -> None:
     for file in photos.glob("*/*.png"):
         file.write_text("not an image")

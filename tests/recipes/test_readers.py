@@ -91,7 +91,8 @@ def test_columns_of_preferences_are_read(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}
+    reference = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.0, "ref_logps": -0.5}
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5, **reference}
     pq.write_table(pa.Table.from_pylist([{**row, "source": "x"}]), tmp_path / "rows.parquet")
     assert [found for _, found in read_records(str(tmp_path / "rows.parquet"), DataSpec())] == [row]
 

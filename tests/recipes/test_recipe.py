@@ -113,6 +113,7 @@ def test_training_arguments_speak_for_their_section(tmp_path: Path, text: Path) 
         ("data.columns=[a, b]", ["csv and tsv data only"]),
         ("data.eval_fraction=1.5", ["below 1"]),
         ("data.block_size=1", ["at least 2"]),
+        ("data.max_samples=99999999999999999999", ["must be at least 1 and below 2**31"]),
         ("data.text_column=3", ["quote it"]),
         ("model.name=gpt2 model.config.model_type=gpt2", ["model='both'"]),
         ("model.name=gpt2", []),  # replaces model.config of the file

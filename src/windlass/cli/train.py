@@ -135,7 +135,7 @@ def _train(
     resolve_parallel(args, world_from_environment())
     task, early = TASKS[recipe.task], early_stopping(recipe)
     ends = RunEnds(early)
-    saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))
+    saved = saved_tokenizer(args, resume if point is None else str(point.path))
     with Activity("reading the data"):
         parts = task.build_parts(recipe, args, saved)
     with Activity("building the model"):

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from windlass.core.errors import ConfigError, Problem
+from windlass.finetuning.sft_data import image_columns
 from windlass.text.forms import naming_dataset, place_of
 from windlass.text.pair_encoder import PairOptions, PairRows
 from windlass.text.prepare_pairs import prepare_pairs, within
@@ -40,6 +42,9 @@ class PreferenceData:
         """
         if isinstance(dataset, PairRows) or self._is_prepared(dataset):
             return dataset
+        if images := sorted(image_columns(dataset)):
+            fix = "holds images, and preferences are trained on text alone: remove the column"
+            raise ConfigError(Problem(f"{name}_dataset", images, fix))
         with naming_dataset(name):
             dataset = self.arrange(dataset)
             found = prepare_pairs(

@@ -113,7 +113,7 @@ def holds_images(dataset: Any) -> bool:
     several = dataset.sources if isinstance(dataset, DatasetMixture) else dataset
     if isinstance(several, Mapping):
         return any(map(holds_images, several.values()))
-    if _image_columns(dataset):
+    if image_columns(dataset):
         return True
     if is_table(dataset) or is_stream(dataset):
         features = dataset.features or {}
@@ -121,7 +121,7 @@ def holds_images(dataset: Any) -> bool:
     return isinstance(dataset, (list, tuple)) and any(map(has_image_parts, dataset))
 
 
-def _image_columns(dataset: Any) -> set[str]:
+def image_columns(dataset: Any) -> set[str]:
     """The columns of images that a dataset has; of a list also those in which a later row has one."""
     rows = dataset if isinstance(dataset, (list, tuple)) else ()
     values = ((name, row.get(name)) for row in rows if isinstance(row, Mapping) for name in COLUMNS)
@@ -130,7 +130,7 @@ def _image_columns(dataset: Any) -> set[str]:
 
 
 def _refuse_images(dataset: Any, name: str) -> None:
-    found = sorted(_image_columns(dataset))
+    found = sorted(image_columns(dataset))
     if found:
         fix = (
             "has images, and no dataset of the constructor has: pass eval_dataset there as well, or remove the column "

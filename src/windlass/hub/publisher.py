@@ -111,13 +111,6 @@ class Publisher:
         strategy = self._settings.strategy
         if strategy == "end":
             return
-        if read_manifest(checkpoint, Files()).nodes > 1:
-            warn_once(
-                logger,
-                "checkpoints on several disks are not uploaded during the run; publish its model at the end with "
-                "push_to_hub(), or let all machines write into one folder",
-            )
-            return
         uploads = self.open()
         upload = Upload(
             what=f"the model of {checkpoint.name}" if strategy == "every_save" else checkpoint.name,
@@ -129,6 +122,13 @@ class Publisher:
             place=checkpoint.name if strategy == "all_checkpoints" else strategy,
         )
         try:
+            if read_manifest(checkpoint, Files()).nodes > 1:
+                warn_once(
+                    logger,
+                    "checkpoints on several disks are not uploaded during the run; publish its model at the end with "
+                    "push_to_hub(), or let all machines write into one folder",
+                )
+                return
             _stage(upload, checkpoint, further or {})
         except (OSError, WindlassError) as error:
             uploads.drop(upload, f"{type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import CheckpointError, ConfigError, DataError, Problem, refuse
+from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
@@ -236,7 +237,7 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     from windlass.trainer.session import Session
 
     recipe, spec = parts.recipe, parts.recipe.base or BaseSpec()
-    folder = Path(args.output_path) / FOLDER
+    folder = local_folder(args.output_path) / FOLDER
     texts = list(tuning_texts(first_rows(rows), recipe.data.text_column))
     settings = _settings_of(spec, recipe.data, args.seed, texts, parts.tokenizer)
     own = _base_arguments(folder, spec, args)

@@ -66,6 +66,8 @@ def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[
     held = _files(Path(data.eval), data.max_samples) if data.eval else []
     if data.eval is None and data.eval_fraction:
         train, held = hold_out(train, f"{len(train)} images", data.eval_fraction, seed)
+    if data.image_size is None:
+        _refuse_unequal([source for source, _ in (*train, *held) if isinstance(source, Path)])
     names = sorted({label for _, label in train})
     if len(names) < 2:
         raise DataError(f"{data.train}: has images of one class only ({names[0]}); two are needed")
@@ -73,6 +75,19 @@ def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[
     sets = [_images(part, names, white, data.image_size) if part else None for part in (train, held)]
     assert sets[0] is not None
     return sets[0], sets[1], names
+
+
+def _refuse_unequal(files: list[Path]) -> None:
+    """Refuse images that are not of one size, of which no batch can be made."""
+    first = None
+    for file in files:
+        size = ImageFiles().size(file)
+        first = first or size
+        if size != first:
+            one, other = (f"{width} x {height}" for width, height in (size, first))
+            raise DataError(
+                f"{file} is {one} pixels, and {files[0]} {other}: set the size that all are scaled to, data.image_size"
+            )
 
 
 def _images(rows: list[tuple[Any, str]], names: list[str], white: float, size: int | None) -> Images:

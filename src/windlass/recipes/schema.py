@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from windlass.config.sections.setting import BELOW_ONE, Range, at_least, setting
+from windlass.config.sections.setting import BELOW_ONE, Range, setting
 
 ENDINGS = {
     ".jsonl": "jsonl",
@@ -31,6 +31,13 @@ METRICS = ("bleu", "rouge")
 ALGORITHMS = ("auto", "bpe", "wordpiece")
 QUANTIZATIONS = ("nf4", "fp4", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _count(low: int) -> Range:
+    """A number of things that fit into memory: libraries abort the process for larger ones."""
+    return Range(lambda number: low <= number < 2**31, f"must be at least {low} and below 2**31")
+
+
 _NOT_NEGATIVE = Range(lambda number: number >= 0, "must be 0 or more")
 
 
@@ -71,18 +78,18 @@ class DataSpec:
     )
     rename: dict[str, str] | None = setting(None, "column of the file -> name that it is read under")
     messages: MessagesSpec | None = setting(None, "where conversations are, if under other names than usual")
-    block_size: int = setting(256, "tokens in a sample", bounds=at_least(2))
-    max_length: int = setting(128, "longer texts are cut to so many tokens", bounds=at_least(4))
+    block_size: int = setting(256, "tokens in a sample", bounds=_count(2))
+    max_length: int = setting(128, "longer texts are cut to so many tokens", bounds=_count(4))
     mlm_probability: float = setting(0.15, "share of the tokens that are hidden", bounds=BELOW_ONE)
-    image_size: int | None = setting(None, "width and height that images are scaled to", bounds=at_least(1))
+    image_size: int | None = setting(None, "width and height that images are scaled to", bounds=_count(1))
     max_samples: int | None = setting(
         None,
         "use only the first so many records of each source; of a folder, in turn from each class",
-        bounds=at_least(1),
+        bounds=_count(1),
     )
     streaming: bool = setting(False, "read train while training, without loading it into memory")
     eval_rows: int | None = setting(
-        None, "streaming only: so many rows at the beginning of train are held out", bounds=at_least(1)
+        None, "streaming only: so many rows at the beginning of train are held out", bounds=_count(1)
     )
     subset: str | None = setting(None, "hub only: configuration of the dataset")
     split: str = setting("train", "hub only: split to train on")
@@ -109,7 +116,7 @@ class TokenizerTraining:
     """A tokenizer trained on the training text."""
 
     vocab_size: int = setting(
-        2048, "entries, special tokens included; what the text offers when that is less", bounds=at_least(260)
+        2048, "entries, special tokens included; what the text offers when that is less", bounds=_count(260)
     )
     algorithm: str = setting(
         "auto", "auto: bpe (byte level) for causal-lm and seq2seq, else wordpiece", choices=ALGORITHMS
@@ -130,9 +137,9 @@ class BaseSpec:
     """A small model that is trained on the same text first, as the model to tune."""
 
     config: dict[str, Any] = setting({}, "as in its config.json; replaces keys of a small llama")
-    block_size: int = setting(256, "tokens in a training sample", bounds=at_least(2))
-    max_steps: int = setting(300, "updates", bounds=at_least(1))
-    batch_size: int = setting(8, "samples per process and forward", bounds=at_least(1))
+    block_size: int = setting(256, "tokens in a training sample", bounds=_count(2))
+    max_steps: int = setting(300, "updates", bounds=_count(1))
+    batch_size: int = setting(8, "samples per process and forward", bounds=_count(1))
     learning_rate: float = setting(3e-3, "learning rate at the end of warm-up", bounds=_NOT_NEGATIVE)
 
 
@@ -140,7 +147,7 @@ class BaseSpec:
 class EarlyStoppingSpec:
     """When a run ends because `training.metric_for_best_model` no longer improves."""
 
-    patience: int = setting(1, "evaluations in a row without improvement", bounds=at_least(1))
+    patience: int = setting(1, "evaluations in a row without improvement", bounds=_count(1))
     threshold: float = setting(0.0, "the least improvement that counts", bounds=_NOT_NEGATIVE)
 
 
@@ -149,7 +156,7 @@ class SampleSpec:
     """The text generated before and after training."""
 
     prompt: str | None = setting(None, "text to continue; null = generate nothing")
-    max_new_tokens: int = setting(40, "length of the continuation, in tokens", bounds=at_least(1))
+    max_new_tokens: int = setting(40, "length of the continuation, in tokens", bounds=_count(1))
     temperature: float = setting(0.8, "0 = always the likeliest token", bounds=_NOT_NEGATIVE)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.config.arguments import TrainingArguments
 from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.locations import loading
+from windlass.core.locations import is_url, loading
 from windlass.core.optional import require
 from windlass.recipes.schema import Recipe, TokenizerTraining
 
@@ -74,15 +76,33 @@ def load_tokenizer(name: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(name)
 
 
-def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:
-    """Return the checkpoint with the tokenizer of a resumed run, or None if it has none."""
-    from windlass.checkpoint.store import Store
-
+def saved_tokenizer(args: TrainingArguments, resume: bool | str | None) -> Path | None:
+    """Return the checkpoint with the tokenizer of a resumed run, or None if it has none. One in a remote folder is
+    fetched, by one process of each machine.
+    """
     if not resume:
         return None
-    by_path = isinstance(resume, str) and resume != "auto"
-    path = Path(str(resume)) if by_path else Store(folder).newest_verified()[0]
-    return path if path is not None and (path / "tokenizer.json").is_file() else None
+    path = Path(str(resume))
+    if not isinstance(resume, str) or resume == "auto" or is_url(resume):
+        is_remote = is_url(args.output_path) or is_url(str(resume))
+        with args.main_process_first(desc="fetching the checkpoint") if is_remote else nullcontext():
+            found = _checkpoint(args.output_path, str(resume))
+        if found is None:
+            return None
+        path = found
+    return path if (path / "tokenizer.json").is_file() else None
+
+
+def _checkpoint(place: str, resume: str) -> Path | None:
+    """The checkpoint at a URL, or else the newest one of a run."""
+    from windlass.checkpoint.nodes import Disks
+    from windlass.checkpoint.opening import open_store, store_of_checkpoint
+    from windlass.dist.gang import Gang
+
+    if not is_url(resume):
+        return open_store(place).newest_verified()[0]
+    store, path = store_of_checkpoint(resume, Gang(), Disks.shared(1))
+    return store.verify(path).path
 
 
 def _with_padding(tokenizer: Any) -> Any:

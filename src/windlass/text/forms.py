@@ -16,6 +16,7 @@ import numpy as np
 
 from windlass.core.errors import DataError
 from windlass.core.types import IGNORED
+from windlass.core.whole_file import parse_json
 
 Row = Mapping[str, Any]
 
@@ -47,9 +48,10 @@ _COLUMNS: dict[Form, tuple[str, ...]] = {
 EXTRAS = ("tools", "chat_template_kwargs")
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask")
 _OF_PREFERENCES = ("chosen", "rejected", "margin", "label")
+_OF_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps")
 # All columns that some form reads, but for that of plain text.
 COLUMNS = frozenset(
-    {*chain.from_iterable(_COLUMNS.values()), *EXTRAS, *_OF_TOKENS, *_OF_PREFERENCES, "input", "system"}
+    chain(*_COLUMNS.values(), EXTRAS, _OF_TOKENS, _OF_PREFERENCES, _OF_REFERENCES, ("input", "system"))
 )
 # Arguments of `apply_chat_template` that the preparation itself sets.
 _SET_HERE = frozenset((
@@ -311,7 +313,7 @@ def _extras(row: Row) -> dict[str, Any]:
     found = {name: row[name] for name in EXTRAS if row.get(name)}
     if isinstance(found.get("tools"), str):
         try:
-            found["tools"] = json.loads(found["tools"]) or None
+            found["tools"] = parse_json(found["tools"]) or None
         except json.JSONDecodeError as error:
             raise DataError(f"column 'tools' is not valid JSON: {error}") from None
     if not isinstance(found.get("tools") or [], list):
