@@ -135,7 +135,6 @@ def test_a_folder_that_is_removed_is_made_again(folder: Path, caplog: pytest.Log
         trainer_of(output, remove, max_steps=9, save_steps=3, logging_steps=1).train()
     finally:
         logging.getLogger("windlass").removeHandler(caplog.handler)
-    assert {6, 9} <= set(steps_of(output)) | {6}
     assert 9 in steps_of(output)
     assert "was removed while the run goes on: it is made again" in caplog.text
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
