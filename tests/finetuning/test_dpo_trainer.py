@@ -221,6 +221,12 @@ def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], message: str) -
         trainer_of(tmp_path, rows=rows)
 
 
+def test_a_reference_of_one_answer_alone_is_refused(tmp_path: Path) -> None:
+    rows = [{**row, "ref_rejected_logps": -1.0} for row in pairs(2)]
+    with pytest.raises(DataError, match=r"has the column 'ref_rejected_logps' without 'ref_chosen_logps'"):
+        trainer_of(tmp_path, rows=rows)
+
+
 def test_a_prompt_that_fills_the_window_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     long = {"prompt": "cat " * 70, "chosen": " b", "rejected": " c"}
     rows = LocatedRows([*pairs(3), long], [f"prefs.jsonl line {at}" for at in range(1, 5)])

@@ -336,7 +336,9 @@ def test_a_search_with_tuples_is_continued(tmp_path: Path) -> None:
         ({"hp_space": None, "backend": "grid"}, "hp_space=None: is needed"),
         ({"hp_space": {"learning_rte": [1]}}, "hp_space.learning_rte=1: is not an argument of this run"),
         ({"hp_space": {"learning_rate": 1}}, "hp_space.learning_rate=1: must be a list of values"),
+        ({"hp_space": lambda trial: None}, "hp_space=None: must return the values of a trial, by name"),
         ({"compute_objective": lambda metrics: (1, 2)}, "must return 1 number"),
+        ({"compute_objective": lambda metrics: "low"}, "compute_objective='low': must return 1 number"),
         ({"hp_name": lambda trial: "../elsewhere"}, "must return a name for a folder"),
         (
             {"hp_name": lambda trial: "same", "n_trials": 2},

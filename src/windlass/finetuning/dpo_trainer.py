@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.data.collate_branches import DataCollatorForSharedPrompts
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import (
@@ -21,6 +21,7 @@ from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_objective import PairTerms, UpdateLoss, figures_of, loss_sums
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
+from windlass.finetuning.sft_data import columns_of
 from windlass.text.pair_encoder import PairOptions
 from windlass.transforms.branched_check import refuse_unbranched
 from windlass.transforms.document_attention import documents_apart
@@ -76,7 +77,7 @@ class DPOTrainer(ReferenceTrainer[DPOConfig]):
         options = PairOptions(
             max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
         )
-        return PreferenceData(tokenizer, options, limits, cls.REFERENCE_COLUMNS)
+        return PreferenceData(tokenizer, options, limits, cls.REFERENCE_COLUMNS, _with_whole_reference)
 
     # --- rows with shared prompts -----------------------------------------------------------------------------------
 
@@ -170,3 +171,14 @@ def _terms(found: AnswerLogProbabilities, reference: tuple[Tensor, Tensor]) -> P
     chosen, rejected = found.split(found.sums)
     tokens = found.split(found.mask.sum(dim=1))
     return PairTerms(chosen, rejected, reference[0].to(chosen), reference[1].to(chosen), *tokens)
+
+
+def _with_whole_reference(dataset: Any) -> Any:
+    """The same dataset; raises DataError if it has the log-probabilities of one answer alone."""
+    given = columns_of(dataset).intersection(DPOTrainer.REFERENCE_COLUMNS)
+    if len(given) == 1:
+        (other,) = set(DPOTrainer.REFERENCE_COLUMNS) - given
+        raise DataError(
+            f"has the column {given.pop()!r} without {other!r}: a reference needs both, or neither"
+        )
+    return dataset

@@ -205,6 +205,8 @@ class SearchSettings:
         """Return the hyperparameters of a trial."""
         space = _DEFAULT_SPACES[self.name] if self.hp_space is None else self.hp_space
         given = space if isinstance(space, Mapping) else space(trial)
+        if not isinstance(given, Mapping):
+            refuse([Problem("hp_space", given, "must return the values of a trial, by name")])
         if self.name == "wandb":
             return _suggested(trial, sweep_space(given))
         if self.name == "ray":
@@ -215,15 +217,18 @@ class SearchSettings:
         """Return the objectives of an evaluation's metrics.
 
         Raises:
-            ConfigError: there are more or fewer than directions.
+            ConfigError: they are not numbers, or more or fewer than directions.
         """
         value = (self.compute_objective or default_compute_objective)(dict(metrics))
-        values = list(value) if isinstance(value, list | tuple) else [value]
-        if len(values) != len(self.directions) or any(one is None for one in values):
+        try:
+            values = [float(one) for one in (value if isinstance(value, list | tuple) else (value,))]
+        except (TypeError, ValueError):
+            values = []
+        if len(values) != len(self.directions):
             count, names = len(self.directions), ", ".join(sorted(metrics))
             fix = f"must return {count} number(s), one for each direction; the metrics are {names}"
             refuse([Problem("compute_objective", value, fix)])
-        return [float(one) for one in values if one is not None]
+        return values
 
     def repeatable_objectives(self, metrics: dict[str, float]) -> list[float] | None:
         """The objectives of a trial's metrics, made by a copy of `compute_objective`; None if they depend on calls
