@@ -222,13 +222,16 @@ def test_images_are_shown_by_their_sizes_and_classes(capsys: pytest.CaptureFixtu
 def test_the_tiny_form_of_a_recipe_needs_no_model_of_the_hub(
     chats: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["data", "show", "sft-lora", f"data.train={chats}", "data.eval_fraction=0.2", "--tiny"]) == 0
+    assert main(["data", "show", "sft-lora", f"data.train={chats}", "--tiny", "data.eval_fraction=0.2"]) == 0
     printed = capsys.readouterr().out
     assert "user:\nHi" in printed
     assert "⟦Yes 😀" in printed
 
 
 def test_a_file_has_no_tiny_form(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "show", chats, "--tiny", "a=1", "more"])
+    assert "unrecognized arguments: more;" in capsys.readouterr().err
     assert main(["data", "show", chats, "--tiny"]) == 2
     assert "is the tiny form of a recipe, and this is a file of data" in capsys.readouterr().err
 

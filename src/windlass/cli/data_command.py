@@ -7,7 +7,13 @@ from windlass.cli.command_line import CommandParser
 
 def data_command(words: list[str]) -> int:
     """Run one of the commands, and return the exit code."""
-    options = build_parser().parse_args(words)
+    parser = build_parser()
+    options, rest = parser.parse_known_args(words)
+    # argparse collects positional arguments up to the first option only.
+    others = [word for word in rest if word.startswith("-") or "=" not in word]
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.overrides += rest
     from windlass.cli.data_show import prepare_command, show_command
 
     return show_command(options) if options.action == "show" else prepare_command(options)
