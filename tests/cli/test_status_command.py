@@ -85,7 +85,13 @@ def test_the_memory_of_a_planned_run(run: Path, capsys: pytest.CaptureFixture[st
     (session,) = record["sessions"]
     found = {"predicted": 3 * 2**30, "measured": 4 * 2**30}
     shown = "4 GiB at the peak of rank 0; the plan was 3 GiB (-25.0%)"
-    for memory in (None, {"predicted": 1}, {"predicted": True, "measured": 0}, found):
+    for memory in (
+        None,
+        {"predicted": 1},
+        {"predicted": True, "measured": 0},
+        {**found, "predicted": 10**400},
+        found,
+    ):
         record["sessions"] = [{**session, "memory": memory}, session]
         (run / "run.json").write_text(json.dumps(record))
         known = memory is found

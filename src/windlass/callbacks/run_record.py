@@ -48,6 +48,7 @@ _PACKAGES = ("torch", "numpy", "transformers", "peft", "datasets", "tokenizers",
 # Of a rank that failed.
 _FAILURE = ".windlass-failure-{}.json"
 _MAX_REASON = 300
+_MOST_MEMORY = 1 << 63  # bytes; with a larger number a file is damaged
 # In errors of gloo's connections, which are of the type RuntimeError alone.
 _GLOO = "gloo/transport/"
 _SESSION = {"began": float, "from_step": int, "repeated": int}
@@ -287,7 +288,7 @@ def memory_of(session: Mapping[str, Any]) -> dict[str, int] | None:
     """Return the bytes that were `predicted` and `measured` of a session; None if either is not known."""
     found, names = session.get("memory"), ("predicted", "measured")
     if not isinstance(found, dict) or not all(
-        type(found.get(name)) is int and found[name] > 0 for name in names
+        type(found.get(name)) is int and 0 < found[name] < _MOST_MEMORY for name in names
     ):
         return None
     return {name: found[name] for name in names}
