@@ -165,9 +165,20 @@ def test_the_learning_rate_falls_from_layer_to_layer() -> None:
     assert rates["head.weight"] == 3.0
 
 
-def test_an_option_that_the_optimizer_lacks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optim_groups\['head'\]\.learning_rate.*a group takes lr"):
-        check_group_options({"head": {"learning_rate": 1.0}}, {"lr": 0.1, "weight_decay": 0.0})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 1.0}, r"learning_rate.*a group takes lr"),
+        ({"betas": [0.9]}, r"betas=\[0.9\]: must be 2 numbers"),
+        ({"betas": "ab"}, r"betas='ab': must be 2 numbers"),
+        ({"eps": None}, r"eps=None: must be a number"),
+    ],
+)
+def test_an_option_that_the_optimizer_cannot_use_is_refused(options: dict[str, Any], message: str) -> None:
+    defaults = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "fused": None}
+    check_group_options({"head": {"lr": 1, "betas": [0, 0.5], "fused": True}}, defaults)
+    with pytest.raises(ConfigError, match=rf"optim_groups\['head'\]\.{message}"):
+        check_group_options({"head": options}, defaults)
 
 
 def test_a_models_own_norm_does_not_decay_whatever_its_name() -> None:

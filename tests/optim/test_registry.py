@@ -177,6 +177,15 @@ def test_options_arrive_as_values_of_their_type() -> None:
         ("rmsprop", {"centered": "maybe"}, "must be true or false"),
         ("adamw_torch", {"weight_decay": "0.1"}, "set the weight_decay argument instead"),
         ("adafactor", {"lr": "1"}, "set the learning_rate argument instead"),
+        # What would end in an error, or in NaN, in an update, or train nothing.
+        ("grokadamw", {"lamb": "nan"}, "optim_args.lamb='nan': must be a number"),
+        ("ademamix", {"t_alpha": "0"}, "optim_args.t_alpha='0': must be at least 1"),
+        ("ademamix", {"t_beta3": "5", "beta1": "0"}, "needs a beta1 and a beta3 above 0"),
+        ("adafactor", {"clip_threshold": "0"}, "must be above 0"),
+        ("galore_adafactor", {"decay_rate": "0.8"}, "must be at most 0"),
+        ("schedule_free_adamw", {"weight_lr_power": "-1"}, "must be at least 0"),
+        ("muon", {"ns_steps": "200"}, "must be at least 1 and below 100"),
+        ("stable_adamw", {"max_lr": "0", "decouple_lr": "True"}, "must be above 0"),
     ],
 )
 def test_options_that_do_not_belong_are_refused(name: str, options: dict[str, str], message: str) -> None:

@@ -161,6 +161,18 @@ def test_a_rate_kept_in_a_tensor_is_written_in_place() -> None:
         ("reduce_lr_on_plateau", {"factor": 2}, "below|should be < 1"),
         ("greedy", {"mode": "up"}, "mode must be 'min' or 'max'"),
         ("greedy", {"patients": 3}, "greedy takes mode"),
+        # What would end in an error, or in a wrong rate, once the warm-up or the first evaluation is over.
+        ("cosine", {"num_cycles": "0.5"}, "num_cycles='0.5': must be a number"),
+        ("cosine", {"num_cycles": None}, "num_cycles=None: must be a number"),
+        ("cosine_with_min_lr", {"min_lr": float("nan")}, "min_lr=nan: must be a number"),
+        ("polynomial", {"power": -1}, "power=-1: must be at least 0"),
+        ("inverse_sqrt", {"timescale": 0}, "timescale=0: must be above 0"),
+        ("warmup_stable_decay", {"num_decay_steps": -2}, "num_decay_steps=-2: must be at least 0"),
+        ("reduce_lr_on_plateau", {"patience": "1"}, "patience='1': must be a number"),
+        ("greedy", {"smooth": "false"}, "smooth='false': must be true or false"),
+        ("greedy", {"min_lr": [0.0, "1"]}, "min_lr=[0.0, '1']: must be a number"),
+        ("greedy", {"factor": 0}, "factor must be above 0 and below 1"),
+        ("greedy", {"window_size": 0}, "window_size must be at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -102,17 +103,31 @@ def arranged(model: nn.Module, cls: Callable[..., Any], groups: list[dict[str, A
 
 
 def check_group_options(groups: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Check that the optimizer has each option that a pattern sets; `defaults` are its options."""
+    """Check that the optimizer has each option that a pattern sets, with such values; `defaults` are its options."""
     refuse(
-        Problem(
-            f"optim_groups[{pattern!r}].{key}",
-            value,
-            f"a group takes {', '.join(defaults)}{did_you_mean(key, defaults)}",
-        )
+        Problem(f"optim_groups[{pattern!r}].{key}", value, fix)
         for pattern, options in groups.items()
         for key, value in options.items()
-        if key not in defaults
+        if (fix := _why_not(key, value, defaults))
     )
+
+
+def _why_not(key: str, value: Any, defaults: Mapping[str, Any]) -> str:
+    """What is wrong with an option of a group; empty if nothing is."""
+    if key not in defaults:
+        return f"a group takes {', '.join(defaults)}{did_you_mean(key, defaults)}"
+    default = defaults[key]
+    if isinstance(default, tuple) and not (
+        isinstance(value, list | tuple) and len(value) == len(default) and all(map(_is_number, value))
+    ):
+        return f"must be {len(default)} numbers, as {default}"
+    if _is_number(default) and not _is_number(value):
+        return f"must be a number, as {default}"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _matched(trainable: Mapping[str, Tensor], groups: Mapping[str, Any]) -> dict[str, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import PurePath
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 import torch
 from torch.optim import Optimizer
@@ -391,7 +393,7 @@ def _construct(name: str, build: Callable[..., Any], subject: Any, options: Mapp
 
 def _check_options(name: str, build: Callable[..., Any], options: Mapping[str, Any]) -> None:
     # Without the first, which is the span or the optimizer.
-    parameters = list(inspect.signature(build).parameters.values())[1:]
+    parameters = list(inspect.signature(build, eval_str=True).parameters.values())[1:]
     known = [p.name for p in parameters]
     takes = f"{name} takes {', '.join(known)}" if known else f"{name} takes no options"
     problems = [
@@ -401,7 +403,34 @@ def _check_options(name: str, build: Callable[..., Any], options: Mapping[str, A
     problems += [
         Problem(f"lr_scheduler_kwargs.{r}", None, f"{name} needs it") for r in required if r not in options
     ]
+    problems += [
+        Problem(f"lr_scheduler_kwargs.{p.name}", options[p.name], fix)
+        for p in parameters
+        if p.name in options and (fix := _why_not(options[p.name], p.annotation, name in SHAPES))
+    ]
     refuse(problems)
+
+
+def _why_not(value: Any, declared: Any, is_shape: bool) -> str:
+    """What is wrong with the value of an option; empty if nothing is. A factor is computed long after this, such as
+    once a warm-up has ended.
+    """
+    kinds = set(get_args(declared) or (declared,))
+    if bool in kinds:
+        return "" if value in (True, False) else "must be true or false"
+    if kinds.isdisjoint((int, float)) or (value is None and NoneType in kinds):
+        return ""  # a word, which the schedule compares with those that it knows
+    several = isinstance(value, list | tuple) and any(get_origin(kind) for kind in kinds)
+    try:
+        numbers = [
+            math.nan if isinstance(item, str) else float(item) for item in (value if several else [value])
+        ]
+    except (TypeError, ValueError):
+        return "must be a number"
+    if any(map(math.isnan, numbers)):
+        return "must be a number"
+    # A negative factor would be a step up the gradient.
+    return "must be at least 0" if is_shape and min(numbers) < 0 else ""
 
 
 def _warn_of_warmup(name: str, warmup_steps: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
+from windlass.core.errors import ConfigError, Problem
 from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, average_squares_, zeros
 from windlass.optim.optimizers.options import Recipe, arguments, read_options
 
@@ -28,6 +29,9 @@ def ademamix_options(plan: OptimizerPlan) -> dict[str, Any]:
     """The keyword arguments that `optim_args` and the arguments for Adam come to."""
     given = read_options(plan.name, plan.options, OPTIONS)
     betas = (given.pop("beta1", plan.betas[0]), given.pop("beta2", plan.betas[1]), given.pop("beta3", 0.9999))
+    if "t_beta3" in given and not (betas[0] and betas[2]):
+        fix = "needs a beta1 and a beta3 above 0, between whose half-lives the slow average's rises"
+        raise ConfigError(Problem("optim_args.t_beta3", given["t_beta3"], fix))
     return {"betas": betas, "alpha": 5.0, "eps": plan.epsilon, **given}
 
 

@@ -31,6 +31,16 @@ _ELSEWHERE = {
     "lr": "set the learning_rate argument instead",
     "betas": "set the adam_beta1 and adam_beta2 arguments instead",
 }
+# Options that constructors take in any size, and what is wrong with a value in the first update, or in all of them.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("beta1", "beta2", "beta3"), (lambda v: 0 <= v < 1, "must be at least 0 and below 1")),
+    **dict.fromkeys(("t_alpha", "t_beta3", "block_size"), (lambda v: v >= 1, "must be at least 1")),
+    **dict.fromkeys(("clip_threshold", "max_lr"), (lambda v: v > 0, "must be above 0")),
+    "decay_rate": (lambda v: v <= 0, "must be at most 0, as the power of a number of updates"),
+    "gamma": (lambda v: 0 <= v <= 1, "must be between 0 and 1"),
+    "ns_steps": (lambda v: 1 <= v < 100, "must be at least 1 and below 100"),
+    "weight_lr_power": (lambda v: v >= 0, "must be at least 0, as the rate may be 0 in a warm-up"),
+}
 
 
 def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
@@ -49,6 +59,10 @@ def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str,
             values[name] = _parse(value, known[name])
         except (TypeError, ValueError):
             problems.append(Problem(field, value, f"must be {_WORDS[known[name]]}"))
+            continue
+        fits, fix = _RANGES.get(name, (lambda _: True, ""))
+        if not fits(values[name]):
+            problems.append(Problem(field, value, fix))
     refuse(problems)
     return values
 
@@ -100,4 +114,7 @@ def _parse(value: Any, kind: type) -> Any:
             raise ValueError(value)
         return found
     # Values of `optim_args` are text, and `bool("False")` is True.
-    return flag(value) if kind is bool else kind(value)
+    parsed = flag(value) if kind is bool else kind(value)
+    if parsed != parsed:  # "nan" is a float, and few constructors refuse it
+        raise ValueError(value)
+    return parsed

@@ -66,7 +66,7 @@ class GreedyLR:
         window_size: int = 50,
         reset_start: int = 500,
     ) -> None:
-        _check(mode, factor, threshold_mode)
+        _check(mode, factor, threshold_mode, window_size)
         self.optimizer = optimizer
         self.mode, self.factor, self.patience, self.eps = mode, factor, patience, eps
         self.threshold, self.threshold_mode = threshold, threshold_mode
@@ -198,9 +198,11 @@ class GreedyLR:
             group["lr"] = lr
 
 
-def _check(mode: str, factor: float, threshold_mode: str) -> None:
-    if factor >= 1.0:
-        raise ValueError(f"factor must be below 1, not {factor}")
+def _check(mode: str, factor: float, threshold_mode: str, window_size: int) -> None:
+    if not 0 < factor < 1.0:
+        raise ValueError(f"factor must be above 0 and below 1, not {factor}")
+    if window_size < 1:
+        raise ValueError(f"window_size must be at least 1, not {window_size}")
     if mode not in ("min", "max"):
         raise ValueError(f"mode must be 'min' or 'max', not {mode!r}")
     if threshold_mode not in ("rel", "abs"):

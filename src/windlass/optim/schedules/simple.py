@@ -97,6 +97,8 @@ def inverse_sqrt(span: Span, *, timescale: float | None = None) -> Factor:
     `timescale` (updates) sets how slow it is; the warm-up's length by default, 10 000 without warm-up.
     """
     scale = (span.warmup or 10_000) if timescale is None else timescale
+    if not scale > 0:
+        raise ConfigError(Problem("lr_scheduler_kwargs.timescale", timescale, "must be above 0"))
     return warming_up(span, partial(_root, scale - span.warmup, scale))
 
 
