@@ -89,8 +89,10 @@ def test_messages_are_above_the_bars() -> None:
     bar.end_inner()
     bar.report({"eval_loss": 1.2}, 100)
     assert [row.split("/")[0] for row in on_screen(out)[1:]] == ["   7  eval_loss 1.20", "", "train  7"]
+    bar.report({"loss": 1.5, "overflowed": True}, 100)
+    assert "      overflowed True" in on_screen(out)
     bar.close()
-    assert [row.split("/")[0] for row in on_screen(out)[1:]] == ["   7  eval_loss 1.20", "train  7"]
+    assert [row.split("/")[0] for row in on_screen(out)[1:]][-2:] == ["      overflowed True", "train  7"]
 
 
 @pytest.mark.parametrize("columns", [20, 30, 80, 200])

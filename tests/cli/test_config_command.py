@@ -16,6 +16,7 @@ import yaml
 from windlass.cli.config_command import QUESTIONS, LinePrompter, Question, asked
 from windlass.cli.main import main
 from windlass.config.parallel.parallel_plan import plan_parallel
+from windlass.core.errors import DataError
 from windlass.core.world import World
 from windlass.recipes.from_files import from_file
 
@@ -30,8 +31,10 @@ def answered(text: str) -> dict[str, object]:
     return {name: said.value for name, said in asked(LinePrompter(io.StringIO(text), io.StringIO())).items()}
 
 
-def test_empty_answers_take_the_defaults() -> None:
-    assert answered("") == answered("\n" * 30) == {
+def test_empty_answers_take_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    closed = {name: said.value for name, said in asked(LinePrompter(sink=io.StringIO())).items()}
+    assert closed == answered("") == answered("\n" * 30) == {
         "strategy": "ddp", "launch.machines": 1, "cpu": False, "launch.processes": 2, "precision": "no",
     }  # fmt: skip
 
@@ -66,6 +69,8 @@ def test_an_answer_that_cannot_be_is_asked_for_again() -> None:
     assert asked(prompter)["launch.machines"].value == 3
     assert shown.getvalue().count("must be one of ddp, fsdp, or a number from 0 to 1") == 3
     assert "whole number" in shown.getvalue()
+    with pytest.raises(DataError, match="not UTF-8"):
+        asked(LinePrompter(io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"), shown))
 
 
 def test_the_file_is_read_back_as_it_was_answered(home: Path) -> None:

@@ -175,6 +175,17 @@ def test_what_cannot_be_converted(values: dict[str, Any], message: str) -> None:
         convert(values)
 
 
+def test_a_file_that_is_not_text_is_named(tmp_path: Path, capsys: Any) -> None:
+    theirs, listed = tmp_path / "theirs.yaml", tmp_path / "dataset_info.json"
+    theirs.write_bytes(b"stage: sft\ndataset: \xe4\n")
+    assert main(["convert-config", str(theirs)]) == 2
+    assert "theirs.yaml': cannot be read: it is not UTF-8 text" in capsys.readouterr().err
+    theirs.write_text("stage: sft\ndataset: a\ndataset_dir: .\n")
+    listed.write_text("{")
+    assert main(["convert-config", str(theirs)]) == 2
+    assert "dataset_info.json" in capsys.readouterr().err
+
+
 def test_weights_of_few_bits_need_an_adapter() -> None:
     made = convert({"base_model": "m", **NO_WARMUP, "load_in_8bit": True, "adapter": "ia3"})
     assert "quantization" not in made.recipe

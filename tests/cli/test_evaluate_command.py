@@ -186,6 +186,7 @@ def test_without_the_package(model: str, capsys: Shown, monkeypatch: pytest.Monk
         ("--tasks a --batch_size 0", "--batch_size='0'"),
         ("--tasks a --include_path nowhere", "--include_path='nowhere'"),
         ("--tasks a --output nowhere/file.json", "--output='nowhere/file.json'"),
+        ("--tasks a --output /dev/null", "--output='/dev/null'"),
         ("--tasks a --device tpu:9", "--device='tpu:9'"),
         ("--tasks a --merge", "is not an adapter"),
     ],

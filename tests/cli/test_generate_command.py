@@ -125,6 +125,17 @@ def test_a_text_that_is_not_utf_8_is_refused(
     assert "the text is not UTF-8" in capsys.readouterr().err
 
 
+def test_closed_standard_input_is_an_empty_one(
+    run: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", str(run), "-", "--raw", *GREEDY]) == 2
+    assert "the prompt has no tokens" in capsys.readouterr().err
+    assert main(["chat", str(run), *GREEDY]) == 0
+    assert main(["chat", str(run), "--system", "the c\udce4t"]) == 2
+    assert "the text is not UTF-8" in capsys.readouterr().err
+
+
 def test_the_context_limits_the_text(run: Path, capsys: Shown) -> None:
     words = " ".join(["cat"] * 124)
     assert main(["generate", str(run), words, "--raw", "--temperature", "0"]) == 0

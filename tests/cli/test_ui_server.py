@@ -173,13 +173,15 @@ def test_an_interrupt_while_a_page_follows_a_run_ends_it_in_one_line(runs: Path)
     follower.close()
 
 
-def test_a_run_in_a_run_of_its_name_is_listed_beside_it(tmp_path: Path) -> None:
+def test_runs_in_a_run_are_listed_beside_it_by_whatever_name(tmp_path: Path) -> None:
     write_run(tmp_path / "same", 20)
     write_run(tmp_path / "same" / "same", 10)
+    # A name that is not UTF-8.
+    write_run(tmp_path / "same" / "r\udcff", 10)
     with server(tmp_path / "same") as (port, _):
         links = re.findall(r'href="(page\?[^"]+)"', ask(port, "/")[2])
         pages = {ask(port, f"/{link}")[2] for link in links}
-    assert len(links) == len(pages) == 2
+    assert len(links) == len(pages) == 3
 
 
 def test_it_may_be_started_before_the_first_run(tmp_path: Path) -> None:

@@ -16,6 +16,15 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["a.json"]
 
 
+def test_neither_a_device_nor_a_pipe_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to(os.devnull)
+    for name in ("pipe", "null"):
+        with pytest.raises(OSError, match="not a plain file"):
+            write_whole(tmp_path / name, "new")
+    assert sorted(os.listdir(tmp_path)) == ["null", "pipe"]
+
+
 @pytest.mark.parametrize("leads", ["to a file", "nowhere"])
 def test_what_a_link_leads_to_stays_as_it_is(tmp_path: Path, leads: str) -> None:
     victim = tmp_path / "victim"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from windlass.callbacks.log_table import LogTable, clock_text, short_number, words_of
-from windlass.callbacks.rows import Metrics
+from windlass.callbacks.rows import Metrics, is_number
 from windlass.core.activity import Ticking
 from windlass.core.output import STDOUT, TolerantStream, shown
 from windlass.core.terminal import Foot, can_redraw, foot_of, row_width
@@ -234,7 +234,7 @@ class BarDisplay(Display):
             return
         self._loss = words_of({"loss": logs["loss"]}, max_str_len)[0]
         self._foot.say(shown("\n".join(self._table.lines(self._pace.step, logs, row_width()))))
-        rest = {name: value for name, value in logs.items() if not isinstance(value, int | float)}
+        rest = {name: value for name, value in logs.items() if not is_number(value)}
         if rest:
             self._say(None, words_of(rest, max_str_len))
 

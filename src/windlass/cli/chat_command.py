@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from windlass.cli.command_line import CommandParser, typed_text
+from windlass.cli.command_line import CommandParser, standard_input, typed_text
 from windlass.cli.generate_command import add_options
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, DataError, Problem
@@ -22,6 +22,7 @@ _PROMPT = "> "
 def chat_command(words: list[str]) -> int:
     """Answer lines until the input ends, and return the exit code."""
     options = build_parser().parse_args(words)
+    system = typed_text(lambda: options.system or "")
     with Activity("loading the model"):
         from windlass.cli.text_writer import Writer
 
@@ -29,7 +30,7 @@ def chat_command(words: list[str]) -> int:
     if writer.tokenizer.chat_template is None:
         fix = "its tokenizer has no chat template, so it was not trained on conversations; use windlass generate"
         raise ConfigError(Problem("MODEL", options.model, fix))
-    begin: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+    begin: list[Message] = [{"role": "system", "content": system}] if system else []
     if is_terminal(sys.stdin):
         with contextlib.suppress(ImportError):  # not on every system
             import readline  # noqa: F401  (makes input() a line that can be edited)
@@ -48,7 +49,7 @@ def chat_command(words: list[str]) -> int:
 def _read() -> str:
     """Return the next line. Raises EOFError at the end of the input, and for Ctrl-C on a terminal."""
     if not is_terminal(sys.stdin):
-        line = typed_text(sys.stdin.readline)
+        line = typed_text(standard_input().readline)
         if not line:
             raise EOFError
         return line.strip()

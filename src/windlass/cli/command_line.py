@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from windlass.core.errors import ConfigError, DataError, Problem, did_you_mean
 from windlass.core.output import one_line, say, say_json
@@ -105,6 +106,11 @@ def check_script(path: str) -> None:
     """Raise ConfigError if there is no such file."""
     if not os.path.isfile(path):
         raise ConfigError(Problem("SCRIPT", path, "there is no such file"))
+
+
+def standard_input() -> TextIO:
+    """Return standard input; an empty one if it is closed, as for a job that a service starts."""
+    return sys.stdin or io.StringIO()
 
 
 def typed_text(read: Callable[[], str]) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, standard_input, typed_text
 from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.keys import Key, Setting, Settings
 from windlass.core.errors import ConfigError, Problem, refuse
@@ -29,13 +28,13 @@ class LinePrompter:
     """Prints questions and reads lines. An empty answer, or the end of the input, selects the default."""
 
     def __init__(self, source: TextIO | None = None, sink: TextIO | None = None) -> None:
-        self._source, self._sink = source or sys.stdin, sink or STDOUT
+        self._source, self._sink = source or standard_input(), sink or STDOUT
 
     def ask(self, question: str, default: str, read: Callable[[str], Any]) -> Any:
         """Ask until `read` accepts the answer, and return what it returns."""
         while True:
             print(f"{question} [{default}]: ", end="", file=self._sink, flush=True)
-            answer = self._source.readline()
+            answer = typed_text(self._source.readline)
             if not self._source.isatty():
                 print(file=self._sink)  # no Enter was echoed
             try:

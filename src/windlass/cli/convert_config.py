@@ -10,12 +10,12 @@ from typing import Any
 import yaml
 
 from windlass.cli.command_line import CommandParser
-from windlass.config.documents import loads, one_line
+from windlass.config.documents import load, loads, one_line
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 from windlass.core.terminal import folded
-from windlass.core.whole_file import read_text, write_whole
+from windlass.core.whole_file import write_whole
 from windlass.recipes.recipe import training_arguments, training_fields
 from windlass.recipes.schema import Recipe, field_names
 
@@ -50,7 +50,7 @@ def convert_command(arguments: Sequence[str]) -> int:
     path, output = Path(options.file), None if options.output is None else Path(options.output)
     if output is not None and output.exists() and output.samefile(path):
         raise ConfigError(Problem("--output", str(output), "is the file that is converted; name another"))
-    made = convert(_read(path) | _given(options.values), path.parent)
+    made = convert(load(path).values | _given(options.values), path.parent)
     text = render(made, f"From {path.name}, a configuration of {made.program}.")
     if output is not None:
         write_whole(output, text)
@@ -66,13 +66,6 @@ def convert_command(arguments: Sequence[str]) -> int:
     for name, (value, reason) in made.lost.items():
         say(f"  {folded(f'{name}={one_line(value)}: {reason}', 4)}")
     return 0
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(loads(read_text(path), str(path), json_text=path.suffix == ".json").values)
-    except OSError as error:
-        raise ConfigError(Problem("FILE", str(path), f"cannot be read: {error.strerror}")) from error
 
 
 def _given(words: Sequence[str]) -> dict[str, Any]:

@@ -113,8 +113,13 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
     for folder in options.include_path:
         if not Path(folder).is_dir():
             yield Problem("--include_path", folder, "is not a folder")
-    if options.output is not None and (options.output.is_dir() or not options.output.parent.is_dir()):
+    if options.output is not None and not _may_be_written(options.output):
         yield Problem("--output", str(options.output), "name a file in a folder that exists")
+
+
+def _may_be_written(path: Path) -> bool:
+    # A device such as /dev/stdout would be replaced by a file.
+    return path.parent.is_dir() and (path.is_file() or not path.exists())
 
 
 def _tasks(options: argparse.Namespace) -> list[str]:

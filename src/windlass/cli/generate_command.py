@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from windlass.cli.command_line import DTYPES, CommandParser, typed_text
+from windlass.cli.command_line import DTYPES, CommandParser, standard_input, typed_text
 from windlass.core.activity import Activity
 
 
@@ -12,7 +10,7 @@ def generate_command(words: list[str]) -> int:
     """Print what the model writes, and return the exit code."""
     options = build_parser().parse_args(words)
     # Before the model is loaded: who types the text need not wait for it.
-    text = typed_text(lambda: sys.stdin.read() if options.prompt == "-" else options.prompt)
+    text = typed_text(lambda: standard_input().read() if options.prompt == "-" else options.prompt)
     with Activity("loading the model"):
         from windlass.cli.text_writer import Writer
 

@@ -13,6 +13,7 @@ import functools
 import hmac
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -184,8 +185,14 @@ async def _read(folder: Path, read: Callable[..., T], *values: Any) -> T:
 
 def _chosen(folder: Path, wanted: Sequence[str]) -> dict[str, Path]:
     """The runs at these paths, relative to the folder, as far as there are any."""
-    found = {str(path.relative_to(folder)): path for _, path in runs_below(folder)}
+    found = {_place(folder, path): path for _, path in runs_below(folder)}
     return {place: found[place] for place in wanted[:_MOST_RUNS] if place in found}
+
+
+def _place(folder: Path, run: Path) -> str:
+    """Return the path of a run as an address has it; the name of `folder` itself may be that of a run in it, too."""
+    # As the server decodes it: a name may have bytes that are not UTF-8.
+    return os.fsencode(run.relative_to(folder)).decode(errors="replace")
 
 
 def _page(runs: Mapping[str, RunHistory]) -> str:
@@ -203,7 +210,7 @@ def _index(folder: Path, history_of: Callable[[Path], RunHistory]) -> str:
             sentence, measured = status["sentence"], status["loss"]
         except DataError as error:  # as of another user: the others are listed all the same
             sentence, measured = str(error), None
-        place = str(path.relative_to(folder))  # the name of the folder itself may be that of a run in it, too
+        place = _place(folder, path)
         link = in_html(f"page?{urlencode({'run': place})}")
         loss = "" if measured is None else f"{measured['value']:.4g}"
         rows += (

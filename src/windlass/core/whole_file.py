@@ -31,8 +31,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     If `path` is a link, the link is replaced, and not what it leads to. A text is written as UTF-8. Of several
     processes that write a file at once, one is the last. One that is killed may leave `tmp-NAME-...` beside it
-    (`remove_unfinished`).
+    (`remove_unfinished`). Raises OSError, also where the name is that of a device or a pipe.
     """
+    _check_plain(path)
     new = path.with_name(f"tmp-{path.name}-{secrets.token_hex(8)}")
     try:
         with open(open_new(new), "wb") as file:
@@ -74,9 +75,13 @@ def open_plain(path: Path) -> BinaryIO:
     """Open a file to read its bytes. Raises OSError if it cannot be read, or is another kind of file: to open a pipe
     would wait for a process that writes to it.
     """
+    _check_plain(path)
+    return open(path, "rb")
+
+
+def _check_plain(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-    return open(path, "rb")
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:

@@ -7,7 +7,6 @@ model_args.py and training_args.py (commit 00577a8), data_args.py (072bfe2), par
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from windlass.compat.conversion.shared import (
     put_model_options,
     put_old_training_keys,
 )
-from windlass.core.whole_file import read_text
+from windlass.config.documents import load
 
 SIGNS = ("stage", "finetuning_type", "cutoff_len", "lora_rank", "dataset_dir")
 # key of the file -> key of the recipe, and the program's default; None = that of a recipe
@@ -193,7 +192,7 @@ def _listed(beside: Path, folder: str) -> tuple[Path, dict[str, Any]]:
     for place in (Path(folder), beside / folder):
         file = place / "dataset_info.json"
         if file.is_file():
-            return place, dict(json.loads(read_text(file)))
+            return place, load(file).values
     return Path(folder), {}
 
 
