@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,13 +40,13 @@ def processor() -> str:
 
 def typed() -> str:
     """The command that measures, without where its results go."""
-    words, left = iter(sys.argv[1:]), [f"python benchmarks/{Path(sys.argv[0]).name}"]
+    words, left = iter(sys.argv[1:]), ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
     for word in words:
         if word in _RESULTS:
             next(words, None)
         elif not word.startswith(tuple(f"{option}=" for option in _RESULTS)):
             left.append(word)
-    return " ".join(left)
+    return shlex.join(left)
 
 
 def facts(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:

@@ -71,10 +71,12 @@ def test_percentile() -> None:
 
 
 def test_a_table_names_the_command_that_measured_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["/a/place/feed.py", "--json", "raw.json", "--rows", "8", "--write=page.md", "--rounds", "1"]
+    words = ["/a/place/feed.py", "--json", "raw.json", "--only", "a b", "--write=page.md", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", words)
     common = _load("common")
-    assert common.caption(common.facts(())).startswith("`python benchmarks/feed.py --rows 8 --rounds 1` on 2")
+    assert common.caption(common.facts(())).startswith(
+        "`python benchmarks/feed.py --only 'a b' --rounds 1` on 2"
+    )
 
 
 def test_a_page_keeps_what_is_not_the_section(tmp_path: Path) -> None:

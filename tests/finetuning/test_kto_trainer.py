@@ -93,6 +93,14 @@ def test_the_model_learns_what_is_desirable(tmp_path: Path) -> None:
     assert "eval_rewards/margins" in trainer.evaluate()
 
 
+def test_a_batch_of_one_row_estimates_no_divergence_from_its_own_answer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, per_device_eval_batch_size=1)
+    moved(trainer.model)
+    found = trainer.evaluate()
+    assert found["eval_kl"] == 0.0
+    assert found["eval_loss"] != 0.5
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     rows = judged(4)
     rows[2]["label"] = None
@@ -100,5 +108,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         trainer_of(tmp_path, rows)
     with pytest.raises(DataError, match="a row needs prompt, completion and label"):
         trainer_of(tmp_path, [{"prompt": "a", "text": "b"}])
+    with pytest.raises(DataError, match="row 1: must be a mapping of columns, not str"):
+        trainer_of(tmp_path, [pairs(1)[0], "text"])
+    with pytest.raises(DataError, match="the train dataset: rows of a generator have no numbers"):
+        trainer_of(tmp_path, (row for row in pairs(4)))
     with pytest.raises(ConfigError, match=r"batch size must be > 1"):
         KTOConfig("out", per_device_train_batch_size=1)

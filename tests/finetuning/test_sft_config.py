@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 
 import pytest
 from tests.finetuning.own_fields import own_fields
@@ -11,6 +12,8 @@ from tests.finetuning.own_fields import own_fields
 from windlass.config.arguments import TrainingArguments, shared_arguments
 from windlass.config.sections.setting import default_of
 from windlass.core.errors import ConfigError
+from windlass.finetuning.dpo_config import DPOConfig
+from windlass.finetuning.reward_config import RewardConfig
 from windlass.finetuning.sft_config import AnswerSection, SFTConfig
 
 OWN = own_fields(SFTConfig)
@@ -83,6 +86,20 @@ def test_json_is_read_and_wrong_values_are_listed_together() -> None:
     with pytest.raises(ConfigError) as caught:
         SFTConfig(max_length=0, packing_strategy="best", loss_type="mse", learning_rate=-1)
     assert len(caught.value.problems) == 4
+    for step in (0, -8, "-8", "8.0", "eight"):
+        with pytest.raises(ConfigError, match=r"pad_to_multiple_of=.*: must be a whole number of at least 1"):
+            SFTConfig(pad_to_multiple_of=step)
+    for kind, name in (
+        (SFTConfig, "router_aux_loss_coef"),
+        (DPOConfig, "router_aux_loss_coef"),
+        (RewardConfig, "center_rewards_coefficient"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}=nan: must be at least 0"):
+            kind(**{name: math.nan})
+    with pytest.raises(ConfigError, match="f_alpha_divergence_coef=nan: must be a finite number"):
+        DPOConfig(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=math.nan)
+    with pytest.raises(ConfigError, match=r"loss_weights=.*: must be finite numbers"):
+        DPOConfig(loss_type=["sigmoid", "sft"], loss_weights=[math.nan, 1.0])
 
 
 def test_what_follows_from_packing() -> None:

@@ -388,6 +388,7 @@ def test_tokens_are_written_to_the_configs(tmp_path: Path) -> None:
         ({"formatting_func": str, "completion_only_loss": True}, "has no completion"),
         ({"assistant_only_loss": True}, "assistant_only_loss"),
         ({"dataset_kwargs": {"add_special_tokens": False}}, "the options are skip_prepare_dataset and"),
+        ({"dataset_kwargs": {"skip_prepare_dataset": "false"}}, "must be True or False"),
         ({"loss_type": "dft", "compute_loss_func": print}, "is a loss of its own"),
         ({"router_aux_loss_coef": 0.1}, "is not a Mixture-of-Experts model"),
     ],

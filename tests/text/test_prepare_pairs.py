@@ -81,6 +81,9 @@ def test_numbers_that_are_not_finite_are_refused(margin: float) -> None:
         DataError, match=f"row 1: column 'margin' holds {margin}, which is not a finite number"
     ):
         prepare_pairs(rows, byte_tokenizer(), PairOptions(), numbers=("margin",))
+    rows[1]["margin"] = 10**30
+    with pytest.raises(DataError, match="row 1: column 'margin' holds a whole number of more than 64 bits"):
+        prepare_pairs(rows, byte_tokenizer(), PairOptions(), numbers=("margin",))
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])

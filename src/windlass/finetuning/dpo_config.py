@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -59,7 +60,9 @@ class DPOConfig(ReferenceConfig):
         "How the distance to the reference is measured (f-DPO, arXiv:2309.16240).",
         choices=DIVERGENCES,
     )
-    f_alpha_divergence_coef: float = setting(0.5, "The alpha of alpha_divergence.")
+    f_alpha_divergence_coef: float = setting(
+        0.5, "The alpha of alpha_divergence.", bounds=Range(math.isfinite, "must be a finite number")
+    )
     label_smoothing: float = setting(
         0.0,
         "Share of wrong preferences that robust, exo_pair, aot and aot_unpaired assume.",
@@ -89,6 +92,8 @@ class DPOConfig(ReferenceConfig):
                 f"{', '.join(kinds)}"
             )
             yield Problem("loss_weights", weights, fix)
+        if not all(map(math.isfinite, weights or ())):
+            yield Problem("loss_weights", weights, "must be finite numbers")
         if self.f_divergence_type != "reverse_kl" and not _OF_DIFFERENCE.issuperset(kinds):
             others = ", ".join(sorted(set(kinds) - _OF_DIFFERENCE))
             fix = f"has no meaning for {others}, which are not losses of a difference; use 'reverse_kl'"

@@ -57,7 +57,9 @@ def as_judged_rows(dataset: Any) -> Any:
     return LocatedRows([*made[CHOSEN], *made[REJECTED]], [*origins, *origins])
 
 
-def _answers(row: Mapping[str, Any], number: int) -> dict[str, dict[str, Any]]:
+def _answers(row: Any, number: int) -> dict[str, dict[str, Any]]:
+    if not isinstance(row, Mapping):
+        raise RowError(number, f"must be a mapping of columns, not {type(row).__name__}")
     for name in (CHOSEN, REJECTED):
         if row.get(name) is None:
             raise RowError(number, f"column {name!r} is missing or null")
@@ -192,12 +194,14 @@ class KTOTrainer(ReferenceTrainer[KTOConfig]):
             own = answer_log_probabilities(model, others).sums
             reference = self._reference.log_probabilities(model, others)
             sums = torch.stack([(own - reference).sum(), own.new_tensor(len(own))])
+            if len(own) < 2:  # it has the answer of no other row, but its own
+                sums = torch.zeros_like(sums)
             if self.model.training:
                 # Rows that are repeated because other ranks have more would count twice.
                 own_weight = 0.0 if self._services.loss.normaliser.filler else 1.0
                 sums = self.accelerator.reduce(sums * own_weight, "sum")
             # The estimate of few samples may be negative, which a divergence never is.
-            return (sums[0] / sums[1]).clamp(min=0)
+            return (sums[0] / sums[1].clamp(min=1)).clamp(min=0)
 
     def _derived(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures, with the margin between the mean rewards of both kinds of answers."""

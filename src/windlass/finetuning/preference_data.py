@@ -13,6 +13,7 @@ from windlass.finetuning.sft_data import image_columns
 from windlass.text.forms import naming_dataset, place_of
 from windlass.text.pair_encoder import PairOptions, PairRows
 from windlass.text.prepare_pairs import prepare_pairs, within
+from windlass.text.prepare_text import refuse_passing
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream
 from windlass.text.token_store import default_cache
@@ -42,6 +43,9 @@ class PreferenceData:
         """
         if isinstance(dataset, PairRows) or self._is_prepared(dataset):
             return dataset
+        if not is_stream(dataset):
+            with naming_dataset(name):
+                refuse_passing(dataset)
         if images := sorted(image_columns(dataset)):
             fix = "holds images, and preferences are trained on text alone: remove the column"
             raise ConfigError(Problem(f"{name}_dataset", images, fix))

@@ -25,7 +25,9 @@ class ReferenceConfig(TuningConfig):
 
     # --- model ---
     router_aux_loss_coef: float | None = setting(
-        None, "Weight of the load-balancing loss of experts; by default the model's; 0 turns it off."
+        None,
+        "Weight of the load-balancing loss of experts; by default the model's; 0 turns it off.",
+        bounds=at_least(0),
     )
     disable_dropout: bool = setting(True, "Set all dropout of the model and of the reference to 0.")
 

@@ -38,5 +38,7 @@ class RewardConfig(TuningConfig):
 
     # --- loss ---
     center_rewards_coefficient: float | None = setting(
-        None, "Weight of a term that keeps the sum of the two rewards near 0 (arXiv:2312.09244)."
+        None,
+        "Weight of a term that keeps the sum of the two rewards near 0 (arXiv:2312.09244).",
+        bounds=at_least(0),
     )

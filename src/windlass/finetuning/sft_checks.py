@@ -55,6 +55,8 @@ def _data_problems(args: SFTConfig, own_collator: bool, formatted: bool) -> Iter
         if name not in _KNOWN_DATASET_OPTIONS:
             known = " and ".join(_KNOWN_DATASET_OPTIONS)
             yield Problem(f"dataset_kwargs.{name}", value, f"the options are {known}")
+        elif value not in (True, False, None):
+            yield Problem(f"dataset_kwargs.{name}", value, "must be True or False")  # "false" is true
 
 
 def _loss_problems(args: SFTConfig, own_loss: bool) -> Iterator[Problem]:

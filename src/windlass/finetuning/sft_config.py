@@ -83,7 +83,9 @@ class SFTConfig(AnswerSection, TuningConfig):
 
     # --- model ---
     router_aux_loss_coef: float | None = setting(
-        None, "Weight of the load-balancing loss of experts; by default the model's; 0 turns it off."
+        None,
+        "Weight of the load-balancing loss of experts; by default the model's; 0 turns it off.",
+        bounds=at_least(0),
     )
     chat_template_path: str | None = setting(
         None, "A Jinja file, or a tokenizer whose chat template and special tokens are taken over."

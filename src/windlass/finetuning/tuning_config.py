@@ -91,6 +91,10 @@ class TuningConfig(TrainingArguments):
             self.pad_to_multiple_of = None
         elif isinstance(value, str) and value.isdecimal():
             self.pad_to_multiple_of = int(value)
+        step = self.pad_to_multiple_of
+        if isinstance(step, str) or (isinstance(step, int) and step < 1):
+            fix = "must be a whole number of at least 1, 'auto' or None"
+            raise ConfigError(Problem("pad_to_multiple_of", value, fix))
 
     def group_options(self) -> dict[str, dict[str, Any]]:
         """As for `TrainingArguments`, with the group of `loraplus_lr_ratio`."""

@@ -147,6 +147,8 @@ def _number(value: Any, name: str, row: int) -> bool | int | float:
     if not isinstance(value, (bool, int, float)):
         kind = "is missing or null" if value is None else f"must hold numbers, not {type(value).__name__}"
         raise RowError(row, f"column {name!r} {kind}")
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise RowError(row, f"column {name!r} holds a whole number of more than 64 bits")
     # Each such row would make the loss of its batch NaN.
     if isinstance(value, float) and not math.isfinite(value):
         raise RowError(row, f"column {name!r} holds {value}, which is not a finite number")

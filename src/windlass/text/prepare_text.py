@@ -80,11 +80,7 @@ def prepare_text(
     options = options or TextOptions()
     if is_stream(dataset):
         return PreparedText(_prepared_stream(dataset, tokenizer, options, images), None)
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            f"rows of a {type(dataset).__name__} have no numbers; pass a list, a datasets.Dataset, or "
-            "datasets.IterableDataset.from_generator(function)"
-        )
+    refuse_passing(dataset)
     if not len(dataset):
         raise DataError("the dataset has no rows")
     if is_table(dataset) and dataset.format["type"] == "custom":
@@ -100,6 +96,15 @@ def prepare_text(
         raise error.located(dataset) from None
     _report(summary, dataset)
     return PreparedText(table_of(rows) if is_table(dataset) else rows, summary)
+
+
+def refuse_passing(dataset: Any) -> None:
+    """Raise DataError for a generator and the like, whose rows are gone once they are read."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"rows of a {type(dataset).__name__} have no numbers; pass a list, a datasets.Dataset, or "
+            "datasets.IterableDataset.from_generator(function)"
+        )
 
 
 def _prepared(
