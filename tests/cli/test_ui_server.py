@@ -193,6 +193,19 @@ def test_it_may_be_started_before_the_first_run(tmp_path: Path) -> None:
         assert "<dt>checkpoint</dt><dd>none that is whole</dd>" in page  # as `windlass status`
 
 
+def test_it_serves_where_standard_output_is_closed(runs: Path) -> None:
+    program = (
+        "import pathlib, sys; from windlass.cli.ui_server import serve; out, sys.stdout = sys.stdout, None; "
+        "serve(pathlib.Path(sys.argv[1]), '127.0.0.1', 0, '', lambda where: print(where, file=out, flush=True))"
+    )
+    command = [sys.executable, "-c", program, str(runs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert ask(address_of(process)[0], "/")[0] == 200
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(
     ("host", "alone"),
     [

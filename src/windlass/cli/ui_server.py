@@ -80,8 +80,14 @@ def serve(folder: Path, host: str, port: int, token: str, announce: Callable[[st
         query = f"?{urlencode({'token': token})}" if token else ""
         announce(f"http://{shown}:{bound.getsockname()[1]}/{query}")
         # Streams of events never end by themselves, so the server would wait for its pages without the limit.
+        # Colours are those of standard output, which may be closed.
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            use_colors=False,
         )
         server = uvicorn.Server(config)
         # It cancels the requests that are left at its end, and would log each with a traceback.
