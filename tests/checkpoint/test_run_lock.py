@@ -23,8 +23,8 @@ from tests.checkpoint.faults import failing
 
 from windlass.checkpoint import run_lock
 from windlass.checkpoint.run_lock import LOCK_NAME, FolderInUse, RunLock
+from windlass.core.locations import unwritable
 from windlass.core.process_identity import ProcessIdentity
-from windlass.trainer.run_folder import unwritable
 
 HOLDER = Path(__file__).parent / "lock_holder.py"
 

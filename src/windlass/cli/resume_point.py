@@ -15,7 +15,7 @@ from windlass.callbacks.run_record import read_record, settings_of
 from windlass.config.arguments import TrainingArguments
 from windlass.config.documents import one_line
 from windlass.core.errors import CheckpointError, ConfigError, DataError, Problem
-from windlass.core.locations import is_url, shown_path
+from windlass.core.locations import is_url, shown_path, unwritable
 from windlass.core.world import world_from_environment
 from windlass.recipes.recipe import run_folder
 from windlass.recipes.schema import Recipe, field_names
@@ -116,8 +116,6 @@ def _value(values: Mapping[str, Any], name: str) -> str:
 
 def check_folder(args: TrainingArguments) -> None:
     """Raise ConfigError if the output folder cannot be written, as far as that shows without writing."""
-    from windlass.trainer.run_folder import unwritable
-
     folder = run_folder(args).absolute()
     try:
         folder.stat()

@@ -125,3 +125,14 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     root = os.environ.get(STAGING) or cache_folder(os.environ) / "windlass" / "staging"
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", parent_of(url)[1])[:40]
     return at_home(root) / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+
+
+def unwritable(output_dir: str, error: OSError) -> ConfigError:
+    """The error of an output folder that can't be written, as a problem of the configuration."""
+    fix = (
+        f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
+    )
+    # Of such a link the system says that the file exists.
+    if isinstance(error, FileExistsError) and os.path.islink(output_dir) and not os.path.exists(output_dir):
+        fix = f"it is a link to {os.readlink(output_dir)}, which is not there: remove the link, or make that folder"
+    return ConfigError(Problem("output_dir", output_dir, fix))

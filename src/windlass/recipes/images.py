@@ -79,9 +79,9 @@ def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[
 
 def _refuse_unequal(files: list[Path]) -> None:
     """Refuse images that are not of one size, of which no batch can be made."""
-    first = None
+    images, first = ImageFiles(), None
     for file in files:
-        size = ImageFiles().size(file)
+        size = images.size(file)
         first = first or size
         if size != first:
             one, other = (f"{width} x {height}" for width, height in (size, first))

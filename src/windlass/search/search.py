@@ -16,7 +16,7 @@ from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.values import hints, members
 from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError, first_line, refuse
 from windlass.core.events import TrainerState
-from windlass.core.locations import is_url
+from windlass.core.locations import is_url, unwritable
 from windlass.core.logs import get_job_logger
 from windlass.core.output import say, table
 from windlass.core.redact import redact_text
@@ -282,8 +282,7 @@ class Search:
             fix = f"another search is writing to it ({error.holder}): wait for it or end it, or choose another folder"
             raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
         except OSError as error:
-            fix = f"it can't be written ({error.strerror or error}): choose another folder"
-            raise ConfigError(Problem("output_dir", str(self._folder), fix)) from None
+            raise unwritable(str(self._folder), error) from None
         self._study = Study(self._folder, self._settings.directions, self._settings.name, self._setup)
         remove_unfinished(self._study.path)
         self._check_objective(self._study)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 from windlass.checkpoint.background import Saver
@@ -15,7 +14,7 @@ from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import CheckpointError, ConfigError, Problem
-from windlass.core.locations import is_url, local_folder
+from windlass.core.locations import is_url, local_folder, unwritable
 from windlass.core.logs import get_logger
 from windlass.core.whole_file import OutputFolder, write_whole
 from windlass.dist.gang import Gang
@@ -145,14 +144,3 @@ def check_writable(folder: str, shown: str) -> None:
                 probe.unlink()
     except OSError as error:
         raise unwritable(shown, error) from error
-
-
-def unwritable(output_dir: str, error: OSError) -> ConfigError:
-    """The error of an output folder that can't be written, as a problem of the configuration."""
-    fix = (
-        f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
-    )
-    # Of such a link the system says that the file exists.
-    if isinstance(error, FileExistsError) and os.path.islink(output_dir) and not os.path.exists(output_dir):
-        fix = f"it is a link to {os.readlink(output_dir)}, which is not there: remove the link, or make that folder"
-    return ConfigError(Problem("output_dir", output_dir, fix))
