@@ -103,7 +103,9 @@ def _reduce_function(function: types.FunctionType) -> Any:
     names = _globals_read(function.__code__)
     found = {n: function.__globals__[n] for n in sorted(names) if n in function.__globals__}
     home = function.__globals__.get("__name__", _MAIN)
-    if home not in sys.modules:  # written by another function, as that of a named tuple is: its globals are here alone
+    if (
+        home not in sys.modules
+    ):  # written by another function, as that of a named tuple is: its globals are here alone
         home = _MAIN
     # The globals of an imported module are found there; those of `__main__` exist in this process only.
     sent = {n: v for n, v in found.items() if n not in _OF_MODULES} if _is_main(home) else {}
