@@ -81,6 +81,25 @@ def test_an_adapter_that_is_saved_in_another_working_directory_names_its_base(
     merge_adapter(tmp_path / "run", tmp_path / "merged")
 
 
+def test_an_adapter_is_put_on_the_revision_that_it_was_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--me--small"
+    (stored / "refs").mkdir(parents=True)
+    for seed, branch in enumerate(("main", "other")):
+        (stored / "refs" / branch).write_text(branch)
+        small.saved(stored / "snapshots" / branch, seed=seed)
+    options = {"model_init_kwargs": {"revision": "other"}, "max_steps": 1}
+    trainer = SFTTrainer(
+        "me/small", small.arguments(tmp_path / "run", **options), train_dataset=small.table(small.texts()),
+        peft_config=lora(),
+    )  # fmt: skip
+    trainer.save_model()
+    [model, _] = open_trained(str(tmp_path / "run"), None, "auto")
+    assert torch.allclose(logits(model), logits(trainer.model.eval()), atol=1e-6)
+
+
 def test_few_bits_are_merged_in_the_precision_of_the_base(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -187,6 +206,13 @@ def test_what_has_no_place_in_the_base(tmp_path: Path) -> None:
     peft.get_peft_model(small.model(), prompt).save_pretrained(tmp_path / "prompt")
     with pytest.raises(CheckpointError, match=r"learnt \(PROMPT_TUNING\)"):
         merge_adapter(tmp_path / "prompt", tmp_path / "new", base)
+    for options, reason in (
+        ({"lora_bias": True}, "has no bias"),
+        ({"layer_replication": [(0, 2), (1, 2)]}, "several"),
+    ):
+        peft.get_peft_model(small.model(), lora(**options)).save_pretrained(tmp_path / reason)
+        with pytest.raises(CheckpointError, match=reason):
+            merge_adapter(tmp_path / reason, tmp_path / "new", base)
     assert not (tmp_path / "new").exists()
 
 

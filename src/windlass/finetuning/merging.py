@@ -19,7 +19,7 @@ from windlass.checkpoint.names import shorten
 from windlass.checkpoint.stored import Folder, find_weights
 from windlass.checkpoint.strict_json import read
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
-from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem, first_line
 from windlass.core.locations import at_home, loading
 from windlass.core.optional import require
 from windlass.finetuning.base_model import load_model
@@ -77,24 +77,35 @@ def _check_new(target: Path) -> None:
 
 def merge(adapted: Any) -> Any:
     """Return the base of a peft model with the adapter added to its weights. Raises CheckpointError for learnt prompts,
-    which are no part of a weight.
+    which are no part of a weight, and for other adapters that cannot be added.
     """
+    config = adapted.active_peft_config
+    kind, instead = config.peft_type.value, "use its folder with peft as it is, without merging"
     if not hasattr(adapted.base_model, "merge_and_unload"):
-        kind = adapted.active_peft_config.peft_type.value
         raise CheckpointError(
-            f"the adapter holds prompts or prefixes that were learnt ({kind}), which are no part of any weight: use "
-            "its folder with peft as it is, without merging"
+            f"the adapter holds prompts or prefixes that were learnt ({kind}), which are no part of any weight: "
+            f"{instead}"
+        )
+    if getattr(config, "layer_replication", None):
+        raise CheckpointError(
+            f"layers of the base are used several times (layer_replication), each time with another part of the "
+            f"adapter, and have one weight for all of them: {instead}"
         )
     untied = _untie_adapted(adapted)
-    merged = adapted.merge_and_unload(safe_merge=True)
+    try:
+        merged = adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"peft cannot add this adapter ({kind}) to weights ({first_line(error)}): {instead}"
+        ) from error
     if untied:
         merged.config.tie_word_embeddings = False
     return merged
 
 
 def load_base(adapter: Path, base: str, dtype: str | torch.dtype) -> Any:
-    """Load the model below an adapter, as it was when the adapter was trained: a classifier if the adapter has the head
-    of one, and with rows for the tokens that were added to its vocabulary.
+    """Load the model below an adapter, as it was when the adapter was trained: of the revision that the adapter names,
+    a classifier if the adapter has the head of one, and with rows for the tokens that were added to its vocabulary.
 
     Args:
         base: its name or folder.
@@ -103,13 +114,17 @@ def load_base(adapter: Path, base: str, dtype: str | torch.dtype) -> Any:
     with loading("adapter", str(adapter)):
         config = peft.PeftConfig.from_pretrained(str(adapter))
         weights = peft.load_peft_weights(str(adapter), "cpu")
+    options: dict[str, Any] = {"dtype": dtype}
+    # Of the base that the adapter names: another one may have no such branch.
+    if config.revision is not None and base == config.base_model_name_or_path:
+        options["revision"] = config.revision
     built = (config.auto_mapping or {}).get("base_model_class", "")
     labels = None
     if config.task_type == "SEQ_CLS" or built.endswith("ForSequenceClassification"):
         heads = [weight for name, weight in weights.items() if _is_head(name)]
         labels = len(heads[-1]) if heads else None
     try:
-        model: Any = load_model(base, {"dtype": dtype}, labels=labels)
+        model: Any = load_model(base, options, labels=labels)
     except ModelError as error:
         raise ModelError(
             f"{error}. It is the base of the adapter {adapter}; --base names its place"

@@ -174,10 +174,18 @@ def open_tuned_model(
     write_special_tokens(tokenizer, opened)
     if peft_config is not None:
         opened = add_adapter(opened, peft_config, new_tokens)
+        _note_revision(opened, model, args)
     _check_loraplus(args, opened)
     if is_peft_model(opened) and args.gradient_checkpointing:
         let_gradients_in(opened)
     return TunedModel(opened, processing_class, tokenizer)
+
+
+def _note_revision(adapted: Any, model: Any, args: TuningConfig) -> None:
+    """Note the revision of the base in the configuration of its adapter, which would be put on another one later."""
+    revision = (args.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+    if isinstance(model, str) and revision is not None:
+        adapted.active_peft_config.revision = revision
 
 
 def _check_loraplus(args: TuningConfig, model: nn.Module) -> None:
