@@ -62,7 +62,8 @@ def _of_samples(rows: Any, loader: ActiveLoader, ranks: int) -> Any:
     if loader.is_filler:
         return rows[:0]
     here, full = loader.samples_here, loader.batch_size
-    if full is None:  # the batches are those of a sampler
+    # None: the batches are those of a sampler.
+    if full is None:
         full = (loader.total_batch_size or 0) // ranks
     # Only what has the rows of a full batch has too many; others have the rows that the script made.
     return rows[:here] if here is not None and here < len(rows) == full else rows

@@ -103,10 +103,8 @@ def _reduce_function(function: types.FunctionType) -> Any:
     names = _globals_read(function.__code__)
     found = {n: function.__globals__[n] for n in sorted(names) if n in function.__globals__}
     home = function.__globals__.get("__name__", _MAIN)
-    if (
-        home not in sys.modules
-    ):  # written by another function, as that of a named tuple is: its globals are here alone
-        home = _MAIN
+    # One that is not there wrote its function with `exec`, as that of a named tuple is: its globals are here alone.
+    home = home if home in sys.modules else _MAIN
     # The globals of an imported module are found there; those of `__main__` exist in this process only.
     sent = {n: v for n, v in found.items() if n not in _OF_MODULES} if _is_main(home) else {}
     parts = (function.__code__, home, function.__name__, function.__closure__)
@@ -193,7 +191,8 @@ def _reduce_marker(value: Any) -> Any:
 
 
 def _reduce_type_variable(value: Any) -> Any:
-    if _is_main(value.__module__):  # as for an enumeration
+    # As for an enumeration.
+    if _is_main(value.__module__):
         raise TypeError(f"{value.__name__} of typing is not defined in a module")
     return NotImplemented
 
