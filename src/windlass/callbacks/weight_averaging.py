@@ -66,7 +66,7 @@ class SWACallback(TrainerCallback):
             self._saved = None
 
     def begin(self, model: nn.Module) -> None:
-        """Average the trained weights of this model from now on. Raises ConfigError for those of a pipeline."""
+        """Average the trained weights of `model` from now on. Raises ConfigError for those of a pipeline."""
         elsewhere = kept_elsewhere(model)
         if elsewhere is not None and elsewhere.in_stages:
             fix = "averages weights, which is not built for pipelines: leave it out, or set pp_size=1"
