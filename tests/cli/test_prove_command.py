@@ -91,7 +91,9 @@ def test_a_layout_is_proven_recorded_and_recognised_by_a_run(tmp_path: Path) -> 
     assert (kept["schema"], kept["status"], kept["layout"]) == ("windlass-prove/1", "equal", "tp=2")
     assert 0 < kept["verdicts"][0]["largest"] < 1e-10
     said = launch(2, ROOT / "tests" / "cli" / "proving" / "proven_run.py", tmp_path, "tp=2", environ=environ)
-    assert f"layout tp=2: proven on {kept['date']}" in said
+    assert said.count(f"layout tp=2: proven on {kept['date']}") == 1, said
+    other = "only models of AutoModelForCausalLM are proven, and this one is a LlamaForSequenceClassification"
+    assert f"layout tp=2: not proven equal to one process: {other}" in said
     said = launch(2, ROOT / "tests" / "cli" / "proving" / "proven_run.py", tmp_path, "cp=2", environ=environ)
     command = "windlass prove RECIPE_OR_CONFIG.JSON --layout cp=2"
     assert f"layout cp=2: not proven equal to one process; prove it with: {command}" in said

@@ -76,6 +76,9 @@ def test_mistakes_are_named_before_a_trial(
     assert words in capsys.readouterr().err
 
 
-def test_flags_that_contradict_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_contradicts_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "shakespeare", "data.train=text.txt", "--dry-run", "--search", "space.yaml"]) == 2
     assert "--dry-run=True: has no meaning with --search" in capsys.readouterr().err
+    none = ["data.eval_fraction=0", "training.eval_strategy=no"]
+    assert main(["train", "shakespeare", "data.train=text.txt", *none, "--search", "space.yaml"]) == 2
+    assert "data.eval_fraction=0.0: holds out nothing" in capsys.readouterr().err

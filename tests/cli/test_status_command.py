@@ -225,6 +225,21 @@ def test_ps_lists_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "more/other" in capsys.readouterr().out
 
 
+def test_ps_follows_links_and_lists_each_run_once(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path_factory.mktemp("disk")
+    shutil.copytree(run, disk / "runs" / "large")
+    links = {"best": run, "up": run.parent.parent, "scratch": disk, "twice": disk}
+    for name, target in links.items():
+        (run.parent / name).symlink_to(target)
+    (disk / "back").symlink_to(run.parent)
+    (disk / "around").symlink_to(disk)
+    assert main(["ps", str(run.parent)]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert names == ["run", "scratch/runs/large"]
+
+
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that no process can read")
 def test_ps_lists_runs_beside_one_that_cannot_be_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run.parent / "other").mkdir()

@@ -6,7 +6,7 @@ import pytest
 from tests.cli.proving.families import FAMILIES, config_of
 
 from windlass.core.errors import ModelError
-from windlass.proofs.small_config import AxisLayout, shrink
+from windlass.proofs.small_config import AxisLayout, check_kinds, shrink
 
 transformers = pytest.importorskip("transformers")
 TENSOR = AxisLayout.parse("tp=2")
@@ -74,3 +74,19 @@ def test_other_models_are_refused_by_name() -> None:
         small("t5")
     with pytest.raises(ModelError, match="vit has no"):
         small("vit")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        # Their classes compute from several numbers which layers have attention.
+        ("jamba", "are of 3 kinds, of which its small model would have 2"),
+        ("recurrent_gemma", "are of 2 kinds, of which its small model would have 1"),
+        # Its class compares sizes of layers that other models do not have.
+        ("bamba", "cannot be made small: .*Mamba head state do not match"),
+    ],
+)
+def test_a_model_whose_kinds_of_layers_cannot_be_kept_is_refused(model_type: str, reason: str) -> None:
+    config = transformers.CONFIG_MAPPING[model_type]()
+    with pytest.raises(ModelError, match=f"type {model_type} {reason}"):
+        check_kinds(config, shrink(config.to_dict(), config.attribute_map, TENSOR))

@@ -85,25 +85,31 @@ def test_the_base_of_a_run_stays_and_another_run_gets_another(
         assert main([*words, "base.max_steps=3"]) == 2
     assert "another run is writing to it" in capsys.readouterr().err
     assert weights.read_bytes() == first
+    assert main(words) == 2
+    assert "holds an adapter of an earlier run (checkpoint-3)" in capsys.readouterr().err
+    assert weights.read_bytes() == first
     for checkpoint in (problems.parent / "run").glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     assert main(words) == 0
     assert weights.read_bytes() != first
 
 
-def test_a_run_in_a_remote_folder_is_continued_on_another_machine_with_its_tokenizer(
-    problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("adapter", ["adapter=null", "adapter.r=2"])
+def test_a_run_in_a_remote_folder_is_continued_on_another_machine_with_its_tokenizer_and_base(
+    adapter: str, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     remote = f"training.output_dir=file://{tmp_path}/remote/run"
-    words = ["train", "sft-gsm8k", *small(problems, remote, "adapter=null")]
+    words = ["train", "sft-gsm8k", *small(problems, remote, adapter)]
     monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "one"))
     assert main(words) == 0
     tokenizer = (tmp_path / "remote/run/checkpoint-2/tokenizer.json").read_bytes()
+    base = (tmp_path / "remote/run/base/model.safetensors").read_bytes()
     problems.write_text(problems.read_text().replace("Tom has", "Zoe and Yak saw"))
     monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "two"))
     assert main([*words, "training.max_steps=3", "--resume"]) == 0
     assert (tmp_path / "remote/run/checkpoint-3/tokenizer.json").read_bytes() == tokenizer
+    assert (tmp_path / "remote/run/base/model.safetensors").read_bytes() == base
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "remote", "train.jsonl", "two"]
 
 

@@ -364,6 +364,14 @@ def test_a_model_init_is_needed(tmp_path: Path) -> None:
         trainer.hyperparameter_search(SPACE)
 
 
+def test_evaluation_data_is_needed_before_the_first_trial(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.eval_dataset, trainer.args.eval_strategy = None, "no"
+    with pytest.raises(ConfigError, match="eval_dataset=None: is needed: trials are compared"):
+        trainer.hyperparameter_search(SPACE)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_search_without_a_complete_trial_has_no_best(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no trial of the search is complete"):
         trainer_of(tmp_path).hyperparameter_search(

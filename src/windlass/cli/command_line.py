@@ -130,15 +130,29 @@ def names_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def folders_below(root: Path) -> Iterator[Path]:
-    """Yield a folder and those below it, sorted; hidden ones and those of checkpoints are not searched. One that cannot
-    be listed is reported.
+    """Yield a folder and those below it, sorted; hidden ones and those of checkpoints are not searched. Links are
+    followed out of the folder: each one below it is yielded once. One that cannot be listed is reported.
     """
-    for place, folders, _ in os.walk(root, onerror=_report_unlisted):
+    top, outside = os.path.realpath(root), set()
+
+    def is_new(path: str) -> bool:
+        real = os.path.realpath(path)
+        if Path(real).is_relative_to(top):
+            # By its own name, and not by that of a link to it.
+            return not os.path.islink(path)
+        # Up to the folder itself, a link would list what is beside it.
+        known = real in outside or Path(top).is_relative_to(real)
+        outside.add(real)
+        return not known
+
+    for place, folders, _ in os.walk(root, onerror=_report_unlisted, followlinks=True):
         yield Path(place)
         # In place, because `os.walk` reads this list; sorted, because systems list folders in any order.
-        folders[:] = sorted(
-            name for name in folders if not name.startswith((".", "checkpoint-", "replaced-"))
-        )
+        folders[:] = [
+            name
+            for name in sorted(folders)
+            if not name.startswith((".", "checkpoint-", "replaced-")) and is_new(os.path.join(place, name))
+        ]
 
 
 def _report_unlisted(error: OSError) -> None:

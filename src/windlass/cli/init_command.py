@@ -10,6 +10,7 @@ from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import at_home
 from windlass.core.output import say
+from windlass.core.whole_file import write_whole
 from windlass.recipes.built_in_recipes import ENDINGS, built_in
 
 
@@ -31,7 +32,7 @@ def init_command(words: list[str]) -> int:
     quoted = shlex.quote(str(target))
     text = re.sub(command, lambda found: f"{found[1]} {quoted}", text, flags=re.MULTILINE)
     # In a locale that is not UTF-8, Python keeps such bytes of a path as surrogates.
-    target.write_text(EDITOR_LINE + text, encoding="utf-8", errors="surrogateescape")
+    write_whole(target, (EDITOR_LINE + text).encode(errors="surrogateescape"))
     say(f"{target} is written. Run it:\n  windlass train {quoted}")
     return 0
 

@@ -129,8 +129,11 @@ class _Trials:
         args = training_arguments(recipe.training, recipe.task)
         note_recipe(args, recipe, draft, chosen=trial.params)
         task, early = TASKS[recipe.task], early_stopping(recipe)
-        ends = RunEnds(early)
-        trainer = task.open_trainer(task.build_parts(recipe, args), args)
+        ends, parts = RunEnds(early), task.build_parts(recipe, args)
+        if parts.evaluation is None:
+            fix = "holds out nothing, and a search compares evaluations: make it larger, or set data.eval"
+            raise ConfigError(Problem("data.eval_fraction", recipe.data.eval_fraction, fix))
+        trainer = task.open_trainer(parts, args)
         for callback in (ends, watch, early):
             if callback is not None:
                 trainer.add_callback(callback)

@@ -18,7 +18,7 @@ from windlass import __version__
 from windlass.core.locations import home_folder
 from windlass.core.optional import version_of
 from windlass.core.whole_file import parse_json, read_text, write_whole
-from windlass.proofs.small_config import AxisLayout, shrink
+from windlass.proofs.small_config import AxisLayout, check_kinds, shrink
 
 if TYPE_CHECKING:
     from windlass.config.arguments import TrainingArguments
@@ -62,8 +62,10 @@ class Claim:
     @classmethod
     def of(cls, config: Any, layout: AxisLayout, facts: dict[str, Any]) -> Claim:
         """The claim for a model with this configuration of transformers. Raises ModelError if it cannot be shrunk."""
-        small = layout.reduced()
-        return cls(shrink(config.to_dict(), config.attribute_map, small), small, facts)
+        tried = layout.reduced()
+        small = shrink(config.to_dict(), config.attribute_map, tried)
+        check_kinds(config, small)
+        return cls(small, tried, facts)
 
     def key(self) -> str:
         """A hash of the claim and of the versions that it is made for."""

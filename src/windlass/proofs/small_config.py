@@ -7,13 +7,14 @@ large ones. Dropout is off.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.core.errors import ModelError, Problem, did_you_mean, refuse
+from windlass.core.errors import ModelError, Problem, did_you_mean, named, refuse
 
 _WITH_OWN_SAMPLES = ("dp", "dp_shard", "ep")
 AXES = ("dp", "dp_shard", "ep", "tp", "cp", "sp", "pp")
@@ -190,6 +191,38 @@ def shrink(config: Mapping[str, Any], names: Mapping[str, str], layout: AxisLayo
         if ("drop" in name and isinstance(value, float)) or name == "router_jitter_noise":
             found.values[name] = 0.0
     return found.values
+
+
+def check_kinds(config: Any, small: dict[str, Any]) -> None:
+    """Raise ModelError if no model can be made with the values of `shrink`, or it lacks a kind of layer: the class of a
+    configuration may compute the kinds from sizes that other models do not have.
+    """
+    try:
+        made = type(config).from_dict(dict(small))
+    except Exception as error:  # they compare their sizes with each other, and raise errors of any class
+        raise ModelError(
+            f"a model of type {config.model_type} cannot be made small: {named(error)}"
+        ) from error
+    wanted, found = len(_computed_kinds(config)), len(_computed_kinds(made))
+    if found < wanted:
+        raise ModelError(
+            f"layers of a model of type {config.model_type} are of {wanted} kinds, of which its small model would have "
+            f"{found}: nothing could be said of the others"
+        )
+
+
+def _computed_kinds(config: Any) -> set[tuple[str, ...]]:
+    """The kinds of layers by the lists that the class of a configuration computes, of one value for each layer."""
+    own = [kind for kind in type(config).__mro__ if kind.__module__ != "transformers.configuration_utils"]
+    lists = []
+    for name in sorted(
+        {name for kind in own for name, value in vars(kind).items() if isinstance(value, property)}
+    ):
+        with contextlib.suppress(Exception):  # one that another kind of model has is not there
+            value = getattr(config, name)
+            if isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers:
+                lists.append(map(str, value))
+    return set(zip(*lists, strict=True))
 
 
 class _Sizes:

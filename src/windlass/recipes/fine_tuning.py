@@ -11,11 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.checkpoint.adapters import peft_library
+from windlass.checkpoint.adapters import ADAPTER_CONFIG, peft_library
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.opening import download_folder, open_store
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import CheckpointError, ConfigError, DataError, Problem, refuse
-from windlass.core.locations import local_folder
+from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
@@ -229,10 +230,12 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     resumed run keeps the one that it began with, also if its data has changed since.
 
     Raises:
-        ConfigError: a resumed run asks for another base, or another run is under way in this folder. CheckpointError:
-            its folder cannot be written, or is not on all machines; on all ranks.
+        ConfigError: a resumed run asks for another base, another run is under way in this folder, or its adapters need
+            the base that this one would replace. CheckpointError: its folder cannot be written, or is not on all
+            machines; on all ranks.
         KeyboardInterrupt: the user ends its training, which the next call continues.
     """
+    from windlass.dist.lockstep import together
     from windlass.trainer.run_folder import RunFolder
     from windlass.trainer.session import Session
 
@@ -244,6 +247,7 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     # In the layout of a base, which shares out its rows. The trainer that follows divides the model as it is asked to;
     # the reverse is not possible in one process.
     all_ranks = Session.open(own).all_ranks
+    together(all_ranks, lambda: _find_base(folder, args), (OSError,))
     kept = all_ranks.gather_objects(_is_kept(folder, settings, parts.resumed))
     if all(kept):
         return folder
@@ -256,10 +260,31 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     run = RunFolder(args, all_ranks)
     run.take()
     try:
+        adapters = together(all_ranks, lambda: _adapters_on(folder, args), (CheckpointError, OSError))
+        if any(found := all_ranks.gather_objects(adapters)):
+            fix = f"holds an adapter of an earlier run ({max(found)[-1]}), whose base this run would replace by another"
+            raise ConfigError(
+                Problem("output_dir", args.output_dir, f"{fix}: choose another folder (--output-dir)")
+            )
         _train_base(parts, texts, own, settings, all_ranks)
     finally:
         run.release(None)
     return folder
+
+
+def _find_base(folder: Path, args: TrainingArguments) -> None:
+    """Download the base of a run in a remote folder, which another machine may have begun."""
+    if is_url(args.output_path) and world_from_environment().is_local_main and not folder.exists():
+        download_folder(args.output_path, FOLDER, last=_SETTINGS)
+
+
+def _adapters_on(folder: Path, args: TrainingArguments) -> list[str]:
+    """Return the names of checkpoints of the run's folder that hold adapters, if their base is complete."""
+    if not (folder / _SETTINGS).is_file():
+        return []
+    return [
+        info.path.name for info in open_store(args.output_path).committed() if ADAPTER_CONFIG in info.files
+    ]
 
 
 def _train_base(

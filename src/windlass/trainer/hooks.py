@@ -74,6 +74,11 @@ def replaced(instance: object, *names: str) -> frozenset[str]:
     )
 
 
+def has_evaluation_data(trainer: Trainer) -> bool:
+    """Return True if there is an evaluation set, or a method of the script's own that may return one."""
+    return trainer.eval_dataset is not None or bool(replaced(trainer, "get_eval_dataloader", "evaluate"))
+
+
 def loss_hooks(trainer: Trainer, owner: type[Trainer]) -> LossHooks:
     """The methods that compute and count a loss. `owner` is the class whose methods are the defaults."""
     prepare = trainer._prepare_inputs
@@ -181,7 +186,7 @@ class TrainHooks:
         overridden: the replaced methods that change the plan.
         absent: methods of other trainers that a script's way to save calls, and that this one does not have.
         flops: the script's own `floating_point_ops`; None if that is the default.
-        has_evaluation_data: there is an evaluation set, or a method of the script's own that may return one.
+        has_evaluation_data: see the function of this name.
         rehearses: evaluation is Windlass's own, so that `rehearse` finds the names of its metrics.
         saves_own_way: a script's `_save` or `_save_checkpoint` takes part in saving.
     """
@@ -202,8 +207,7 @@ class TrainHooks:
         self.absent = absent_in_save(trainer, owner)
         own_flops = overrides(trainer, owner, "floating_point_ops")
         self.flops: Callable[[Any], float] | None = trainer.floating_point_ops if own_flops else None
-        own_evaluation = self.overridden & {"get_eval_dataloader", "evaluate"}
-        self.has_evaluation_data = trainer.eval_dataset is not None or bool(own_evaluation)
+        self.has_evaluation_data = has_evaluation_data(trainer)
         self.rehearses = not overrides(trainer, owner, "evaluate", "evaluation_loop")
         self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
         # Overrides of older scripts take `(model, trial)`, and no time at which training began.

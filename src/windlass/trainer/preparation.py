@@ -29,6 +29,7 @@ from windlass.core.lazy import import_uncollected
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
 from windlass.core.mesh import Axis, Mesh
+from windlass.core.optional import require
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.loader import Loader
 from windlass.data.update_batch import GroupSource
@@ -62,6 +63,7 @@ from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.script_loss import check_loss_modules, check_smoothing
 from windlass.trainer.services import Services
+from windlass.trainer.wrappers import innermost
 from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -108,6 +110,7 @@ def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: Dis
     try:
         adapted = hasattr(model, "peft_config")
         facts = arguments_that_matter(args, adapted, dist.tensor_positions)
+        check_proven_kind(model)
         proven, line = describe(Claim.of(config, layout, facts), layout, command)
     except ModelError as error:
         proven, line = False, f"layout {layout}: not proven equal to one process: {error}"
@@ -115,6 +118,21 @@ def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: Dis
         logger.info("%s", line)
     elif divides:
         logger.warning("%s", line)
+
+
+def check_proven_kind(model: Any) -> None:
+    """Raise ModelError unless the model is the one that a proof makes of its configuration, which predicts tokens:
+    models for other tasks have the same configuration, and losses that no proof computes.
+    """
+    table = require(
+        "transformers.models.auto.modeling_auto", "name a model"
+    ).MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    made, kinds = (
+        table.get(model.config.model_type),
+        [kind.__name__ for kind in type(innermost(model)).__mro__],
+    )
+    if made not in kinds:
+        raise ModelError(f"only models of AutoModelForCausalLM are proven, and this one is a {kinds[0]}")
 
 
 def begin_call(

@@ -1288,8 +1288,8 @@ class Trainer:
             The best run; with several directions those that no other one surpasses.
 
         Raises:
-            ConfigError: there is no `model_init`, `output_dir` is a URL, an option has no effect, or the space names
-                what is not an argument. ModelError: no trial is complete.
+            ConfigError: there is no `model_init` or no evaluation set, `output_dir` is a URL, an option has no effect,
+                or the space names what is not an argument. ModelError: no trial is complete.
         """
         from windlass.search.default_spaces import BestRun
         from windlass.search.search import Search
@@ -1301,6 +1301,9 @@ class Trainer:
         if self.model_init is None:
             fix = "is needed: each trial begins with a new model"
             raise ConfigError(Problem("model_init", None, fix))
+        if not hooks.has_evaluation_data(self):
+            fix = "is needed: trials are compared by their evaluations"
+            raise ConfigError(Problem("eval_dataset", None, fix))
         search = Search(settings, self.args.output_path, self._session.all_ranks, self.args.to_dict())
         best = [
             BestRun(str(one.number), one.values if len(one.values) > 1 else one.values[0], one.params)

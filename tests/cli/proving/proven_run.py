@@ -1,4 +1,6 @@
-"""A run of a model of the kind of `recipe` in test_prove_command.py, on a layout: python proven_run.py FOLDER tp=2."""
+"""A run of a model of the kind of `recipe` in test_prove_command.py, on a layout, and on `tp` one of a classifier with
+its configuration: python proven_run.py FOLDER tp=2.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,9 @@ args = TrainingArguments(
     f"{sys.argv[1]}/{axis}", max_steps=1, use_cpu=True, report_to="none", save_strategy="no", log_level="info",
     parallelism_config=ParallelismConfig(**{f"{axis}_size": int(size)}), max_grad_norm=1.0,
 )  # fmt: skip
-Trainer(
-    transformers.LlamaForCausalLM(config), args, train_dataset=[{"input_ids": ids, "labels": ids}] * 8
-).train()
+rows = [{"input_ids": ids, "labels": ids}] * 8
+Trainer(transformers.LlamaForCausalLM(config), args, train_dataset=rows).train()
+if axis == "tp":
+    config.pad_token_id = 0
+    rows = [{"input_ids": ids, "labels": torch.tensor(1)}] * 8
+    Trainer(transformers.LlamaForSequenceClassification(config), args, train_dataset=rows).train()
