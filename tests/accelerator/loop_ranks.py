@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from windlass import Accelerator
 from windlass.core.errors import CheckpointError, ModelError
+from windlass.data_loader import BatchSamplerShard, DataLoaderShard
 
 FOLDER = Path(sys.argv[1])
 
@@ -47,13 +48,22 @@ def metrics() -> None:
     assert torch.equal(torch.cat(rows), want)
     assert torch.cat(repeated).shape == (len(want),)
     assert names == [f"{value:.6f}" for value in want[:, 0].tolist()]
+    # Of a loader whose sampler deals to processes, the rows that it repeats are left out.
+    rank, whole = accelerator.process_index, DataLoader(regression(), batch_size=9).batch_sampler
+    shard = DataLoaderShard(regression(), batch_sampler=BatchSamplerShard(whole, 2, rank))
+    rows, names = [], []
+    for x, _ in shard:
+        rows.append(accelerator.gather_for_metrics(x))
+        names += accelerator.gather_for_metrics([f"{value:.6f}" for value in x[:, 0].tolist()])
+    assert torch.equal(torch.cat(rows), want)
+    assert names == [f"{value:.6f}" for value in want[:, 0].tolist()]
     # A rank may have nothing to tell, which looks like a nest of no tensors.
     assert accelerator.gather_for_metrics([] if accelerator.is_main_process else ["one"]) == ["one"]
     assert accelerator.gather_for_metrics([]) == []
-    rank = torch.tensor([float(accelerator.process_index)])
-    assert accelerator.gather({"rank": rank})["rank"].tolist() == [0.0, 1.0]
-    assert accelerator.reduce(rank).tolist() == [1.0]
-    assert accelerator.reduce(rank, "mean").tolist() == [0.5]
+    number = torch.tensor([float(rank)])
+    assert accelerator.gather({"rank": number})["rank"].tolist() == [0.0, 1.0]
+    assert accelerator.reduce(number).tolist() == [1.0]
+    assert accelerator.reduce(number, "mean").tolist() == [0.5]
     padded = accelerator.pad_across_processes(torch.ones(accelerator.process_index + 1))
     assert padded.shape == (2,)
     with accelerator.split_between_processes(["a", "b", "c"]) as mine:

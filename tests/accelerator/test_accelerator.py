@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_gather_alone_is_the_tensor_itself(shape: tuple[int, ...], accelerator: 
     for _ in accelerator.prepare(DataLoader(range(5), batch_size=2)):  # type: ignore[arg-type]
         # Not a row for each sample: it is the script's.
         assert torch.equal(accelerator.gather_for_metrics(torch.arange(3)), torch.arange(3))
+
+
+def test_numbers_that_turn_gradients_round_or_into_nan_are_refused() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    for wrong in (-1.0, math.nan, "1"):
+        with pytest.raises(ConfigError, match=r"max_norm=.*at least 0"):
+            accelerator.clip_grad_norm_(model.parameters(), wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"clip_value=.*at least 0"):
+            accelerator.clip_grad_value_(model.parameters(), wrong)  # type: ignore[arg-type]
+    for wrong in (0, -2, 2.5, "2"):
+        with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=.*whole number above 0"):
+            accelerator.gradient_accumulation_steps = wrong  # type: ignore[assignment]
+    # A script may have divided to get it.
+    accelerator.gradient_accumulation_steps = 8 / 4  # type: ignore[assignment]
+    assert accelerator.gradient_accumulation_steps == 2
 
 
 def test_backward_belongs_to_a_run() -> None:

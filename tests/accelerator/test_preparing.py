@@ -24,6 +24,13 @@ def test_a_model_in_mixed_precision_is_exported() -> None:
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
 
 
+def test_a_prepared_model_that_was_compiled_since_is_the_same_model() -> None:
+    accelerator = Accelerator(cpu=True)
+    compiled = torch.compile(accelerator.prepare(nn.Linear(2, 1)), backend="eager")
+    assert accelerator.prepare(compiled) is compiled
+    assert len(accelerator._models) == 1
+
+
 def test_what_is_not_to_be_moved_stays_where_it_is() -> None:
     accelerator, apart = Accelerator(cpu=True), Accelerator(cpu=True, device_placement=False)
     moved, kept = DataLoader([1]), DataLoader([2])  # type: ignore[arg-type, var-annotated]
@@ -75,12 +82,16 @@ def test_gradients_of_groups_that_are_added_later_are_unscaled_too() -> None:
 
 
 def test_options_beside_the_objects_that_hold_such(tmp_path: Path) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path / "own"))
+    project = ProjectConfiguration(project_dir=tmp_path / "own", logging_dir=tmp_path / "log")  # type: ignore[arg-type]
     accelerator = Accelerator(
         cpu=True, split_batches=True, project_dir=tmp_path / "other", project_config=project
     )
     assert accelerator.split_batches
-    assert accelerator.project_dir == str(tmp_path / "own")
+    # Scripts join paths with pathlib, and trackers take text.
+    assert (accelerator.project_dir, accelerator.logging_dir) == (
+        str(tmp_path / "own"),
+        str(tmp_path / "log"),
+    )
 
 
 def test_a_schedule_says_what_it_counts_if_that_is_more_than_the_updates() -> None:

@@ -187,8 +187,9 @@ def test_trackers_and_early_stopping() -> None:
             {"training.report_to": ["wandb", "swanlab"], "training.run_name": "first"},
         ),
         (
-            {**LEAST["LLaMA-Factory"], "flash_attn": "fa3"},
-            {"training.model_init_kwargs.attn_implementation": "flash_attention_3"},
+            {**LEAST["LLaMA-Factory"], "flash_attn": "fa3", "warmup_ratio": 0.1, "warmup_steps": 0},
+            {"training.warmup_steps": 0.1,
+             "training.model_init_kwargs.attn_implementation": "flash_attention_3"},
         ),
         (
             {**LEAST["LLaMA-Factory"], "neat_packing": True, "use_dft_loss": True, "disable_shuffling": True,

@@ -8,7 +8,7 @@ import enum
 import functools
 import json
 import threading
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 import pytest
 import torch
@@ -136,11 +136,18 @@ def test_local_classes() -> None:
     assert through(Child()).size() == 4
 
 
-def test_local_dataclasses_stay_dataclasses() -> None:
+def test_local_dataclasses_and_named_tuples_stay_such() -> None:
     @dataclasses.dataclass
     class Options:
         rows: int
         names: list[str] = dataclasses.field(default_factory=list)
+
+    class Pair(NamedTuple):
+        left: int
+        right: int = 2
+
+    pair = through(Pair(1))
+    assert (pair.left, pair.right, type(pair)(4)) == (1, 2, (4, 2))
 
     received = through(Options(3, ["a"]))
     assert dataclasses.asdict(received) == {"rows": 3, "names": ["a"]}
@@ -154,7 +161,7 @@ def test_tensors_are_copied() -> None:
     assert received.tolist() == [0, 1, 2, 3]
 
 
-def test_what_cannot_be_sent_is_named_with_its_function() -> None:
+def test_what_cannot_be_sent_is_named_with_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = threading.Lock()
 
     def locks() -> None:
@@ -169,3 +176,18 @@ def test_what_cannot_be_sent_is_named_with_its_function() -> None:
 
     with pytest.raises(ConfigError, match=r"the enumeration .*Colour is not defined in a module"):
         pack_call(lambda: Colour.RED, ())
+
+    kind = TypeVar("kind")
+
+    class Box(Generic[kind]):
+        pass
+
+    class Row(TypedDict):
+        text: str
+
+    for cls in (Box, Row):
+        with pytest.raises(ConfigError, match=rf"{cls.__name__}, a generic class or a typed dict"):
+            pack_call(lambda cls=cls: cls, ())
+    monkeypatch.setattr(kind, "__module__", "__main__")
+    with pytest.raises(ConfigError, match="kind of typing is not defined in a module"):
+        pack_call(lambda: kind, ())

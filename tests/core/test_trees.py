@@ -115,8 +115,9 @@ def test_maps_stay_what_they_are() -> None:
 
 
 def test_room_for_described_tensors() -> None:
-    made = trees.initialize_tensors(trees.get_data_structure(TENSORS))
-    assert trees.get_shape(made) == {"a": [3, 2], "b": [[3]]}
+    described = trees.get_data_structure({**TENSORS, "loss": torch.tensor(1.0)})
+    made = trees.initialize_tensors(described)
+    assert trees.get_shape(made) == {"a": [3, 2], "b": [[3]], "loss": []}
     assert made["b"][0].dtype == torch.float16
 
 

@@ -14,6 +14,7 @@ from tests.data.cases import Augmented, Counted, Numbers, Stream
 from tests.data.test_prepare_loader import Bucketed, prepare
 from torch.utils.data import DataLoader, IterableDataset
 
+from windlass.core.errors import ConfigError
 from windlass.data.batch_reader import PassRequest
 from windlass.data.choice import ReaderChoice
 from windlass.data.dispatch import Dispatched
@@ -43,6 +44,8 @@ def test_streams_and_batch_samplers_skip_too(workers: int) -> None:
         return prepare(DataLoader(Stream(Numbers(11)), batch_size=2, num_workers=workers))
 
     assert values(skip_first_batches(stream(), 2)) == values(stream())[2:]
+    with pytest.raises(ConfigError, match="num_batches=-1: must not be negative"):
+        skip_first_batches(stream(), -1)
     bucketed = prepare(DataLoader(Numbers(11), batch_sampler=Bucketed()), 2, 0)
     assert values(skip_first_batches(bucketed, 1)) == [[4, 5], [10]]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, Protocol
 
 from torch import nn
 
 from windlass.config.loop_options import GradientAccumulationPlugin
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger, warn_once
 
 _log = get_job_logger(__name__)
@@ -114,7 +116,11 @@ class AccumulationState:
 
     @num_steps.setter
     def num_steps(self, value: int) -> None:
-        self.plugin.num_steps = value
+        # A script may have divided, and 4.0 is a whole number.
+        if not isinstance(value, Real) or value < 1 or value % 1:
+            fix = "must be a whole number above 0"
+            raise ConfigError(Problem("gradient_accumulation_steps", value, fix))
+        self.plugin.num_steps = int(value)
 
     @property
     def adjust_scheduler(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,7 @@ from windlass.zero.zero_executor import ZeroExecutor
 
 def clip_norm(prepared: Prepared, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
     """Scale gradients down to a global norm of `max_norm`, and return the norm before that."""
+    _check_limit("max_norm", max_norm)
     chosen, executors = _unscaled(prepared, parameters)
     if executors and isinstance(executors[0], ZeroExecutor):
         _check_clipped(executors[0], chosen, norm_type)
@@ -46,6 +48,7 @@ def clip_norm(prepared: Prepared, parameters: Any, max_norm: float, norm_type: f
 
 def clip_values(prepared: Prepared, parameters: Any, clip_value: float) -> None:
     """Clamp gradients to [-clip_value, clip_value]."""
+    _check_limit("clip_value", clip_value)
     chosen, executors = _unscaled(prepared, parameters)
     if any(isinstance(executor, ZeroExecutor) for executor in executors):
         raise ModelError("DeepSpeed's engine clips by the global norm only: use clip_grad_norm_")
@@ -53,6 +56,14 @@ def clip_values(prepared: Prepared, parameters: Any, clip_value: float) -> None:
     local = executors[0].strategy.local(gradients) if executors else gradients
     for gradient in local:
         gradient.clamp_(-clip_value, clip_value)
+
+
+def _check_limit(name: str, value: Any) -> None:
+    """Refuse NaN, which would make all gradients NaN, and a number below 0, which would turn them round. The value of a
+    tensor is not looked at: the host would wait for the device.
+    """
+    if not isinstance(value, Tensor) and not (isinstance(value, Real) and float(value) >= 0):
+        raise ConfigError(Problem(name, value, "must be a number of at least 0"))
 
 
 def _unscaled(prepared: Prepared, parameters: Any) -> tuple[list[Any], list[LoopExecutor]]:

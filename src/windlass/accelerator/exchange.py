@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,19 +22,24 @@ def gather_samples(data: Any, loader: ActiveLoader | None, data_ranks: Gang, use
     """Gather exactly one row for each sample of the current batch; see `Accelerator.gather_for_metrics`. `loader`: the
     loader that is being iterated, if any.
     """
-    if use_gather_object or not _has_tensors_alone(data):
-        own = data if loader is None or not loader.is_filler else type(data)()
-        if data_ranks.size == 1:
-            return own
-        return [item for part in data_ranks.gather_objects(own) for item in part]
     # If a stream ends earlier on this process than on others, it has fillers before the last batch too.
-    if loader is not None and (loader.end_of_dataloader or loader.is_filler):
-        data = recursively_apply(lambda tensor: _of_samples(tensor, loader), data)
-    gathered = operations.gather(data, gang=data_ranks)
+    ends = loader is not None and (loader.end_of_dataloader or loader.is_filler)
+    as_objects = use_gather_object or not _has_tensors_alone(data)
+    if loader is not None and ends:
+        of_samples = partial(_of_samples, loader=loader, ranks=data_ranks.size)
+        data = of_samples(data) if as_objects else recursively_apply(of_samples, data)
+    if as_objects:
+        if data_ranks.size == 1:
+            return data
+        gathered = [item for part in data_ranks.gather_objects(data) for item in part]
+    else:
+        gathered = operations.gather(data, gang=data_ranks)
     if loader is None or loader.samples_here is not None or not loader.end_of_dataloader:
         return gathered
     # A loader that the script wrote itself: only the number of samples over all processes is known.
     kept = loader.remainder if loader.remainder > 0 else None
+    if as_objects:
+        return gathered[:kept]
     return recursively_apply(lambda tensor: tensor[:kept] if tensor.ndim else tensor, gathered)
 
 
@@ -47,15 +53,20 @@ def _has_tensors_alone(data: Any) -> bool:
     return bool(found)
 
 
-def _of_samples(tensor: Tensor, loader: ActiveLoader) -> Tensor:
-    """The rows of `tensor` that belong to samples of this process."""
+def _of_samples(rows: Any, loader: ActiveLoader, ranks: int) -> Any:
+    """The rows of a tensor, or of a list of values, that belong to samples of this process."""
+    if isinstance(rows, Tensor) and rows.ndim == 0:
+        return rows.reshape(1)[:0] if loader.is_filler else rows
+    if not isinstance(rows, Tensor | list | tuple):
+        return type(rows)() if loader.is_filler else rows
     if loader.is_filler:
-        return tensor.reshape(1)[:0] if tensor.ndim == 0 else tensor[:0]
-    here = loader.samples_here
-    # Only a tensor with the rows of a full batch has too many; others have the rows that the script made.
-    if here is not None and tensor.ndim and tensor.shape[0] == loader.batch_size and here < tensor.shape[0]:
-        return tensor[:here]
-    return tensor
+        return rows[:0]
+    here, full = loader.samples_here, loader.batch_size
+    # None: the batches are those of a sampler.
+    if full is None:
+        full = (loader.total_batch_size or 0) // ranks
+    # Only what has the rows of a full batch has too many; others have the rows that the script made.
+    return rows[:here] if here is not None and here < len(rows) == full else rows
 
 
 def share_rng_states(

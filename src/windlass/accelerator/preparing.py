@@ -33,6 +33,7 @@ from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
+from windlass.core.module_state import bare
 from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
@@ -134,7 +135,7 @@ class Preparer:
             for m in models
         ]
         # By identity: a script may pass one model under two names.
-        new = list({id(m): m for m in models if self._prepared.strategy_of(m) is None}.values())
+        new = list({id(m): m for m in models if not self._is_prepared(m)}.values())
         for model in new:
             self._check_model(model)
         placed = {
@@ -158,11 +159,16 @@ class Preparer:
             self._prepared.spread(new, build)
             for optimizer in self._prepared.optimizers:
                 bring_state_along(optimizer.optimizer)
-        found = [self._prepared.strategy_of(model) for model in models]
-        prepared: list[Any] = [strategy.model for strategy in found if strategy is not None]
+        found = [(model, self._prepared.strategy_of(model)) for model in models]
+        # What the script compiled after it was prepared stays what to call.
+        prepared: list[Any] = [model if strategy is None else strategy.model for model, strategy in found]
         for model in prepared:
             model._is_accelerate_prepared = True  # scripts look for it
         return prepared
+
+    def _is_prepared(self, model: nn.Module) -> bool:
+        """Return True for a prepared model, also within `torch.compile`."""
+        return any(self._prepared.strategy_of(known) is not None for known in (model, bare(model)))
 
     def _check_model(self, model: nn.Module) -> None:
         if has_device_map(model) and (self._all_ranks.size > 1 or self._setup.is_fsdp2):

@@ -24,7 +24,9 @@ def write_call(folder: Path, packed: bytes, threads: int) -> list[str]:
         packed: see `pack_call`.
         threads: of torch on the CPU.
     """
-    place = {"path": sys.path, "argv": sys.argv, "threads": threads, "launcher": os.getpid()}
+    # Python itself passes over an entry that is not text, such as a path object.
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    place = {"path": path, "argv": sys.argv, "threads": threads, "launcher": os.getpid()}
     (folder / FUNCTION_FILE).write_bytes(packed)
     (folder / PLACE_FILE).write_text(json.dumps(place), "utf-8")
     # -P: the folder of this file is not one of modules.

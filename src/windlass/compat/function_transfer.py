@@ -20,6 +20,7 @@ import linecache
 import os
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -102,6 +103,8 @@ def _reduce_function(function: types.FunctionType) -> Any:
     names = _globals_read(function.__code__)
     found = {n: function.__globals__[n] for n in sorted(names) if n in function.__globals__}
     home = function.__globals__.get("__name__", _MAIN)
+    # One that is not there wrote its function with `exec`, as that of a named tuple is: its globals are here alone.
+    home = home if home in sys.modules else _MAIN
     # The globals of an imported module are found there; those of `__main__` exist in this process only.
     sent = {n: v for n, v in found.items() if n not in _OF_MODULES} if _is_main(home) else {}
     parts = (function.__code__, home, function.__name__, function.__closure__)
@@ -138,6 +141,10 @@ def _reduce_class(cls: type) -> Any:
     if isinstance(cls, enum.EnumMeta):
         # Its members are made with the class. By name, the new process would look for it in its own `__main__`.
         raise TypeError(f"the enumeration {cls.__qualname__} is not defined in a module")
+    generic = typing.Generic in cls.__bases__ and typing.Protocol not in cls.__bases__
+    if generic or typing.is_typeddict(cls):
+        # They cannot be made of their bases: of `Generic[T]` the brackets are lost.
+        raise TypeError(f"{cls.__qualname__}, a generic class or a typed dict, is not defined in a module")
     slots = cls.__dict__.get("__slots__")
     members = {slots} if isinstance(slots, str) else set(slots or ())
     leave = _CLASS_LEAVES | members
@@ -181,6 +188,13 @@ def _reduce_marker(value: Any) -> Any:
     """Reduce a marker of `dataclasses`, such as MISSING: it is compared by identity."""
     name = next((name for name, marker in vars(dataclasses).items() if marker is value), None)
     return (getattr, (dataclasses, name)) if name else NotImplemented
+
+
+def _reduce_type_variable(value: Any) -> Any:
+    # As for an enumeration.
+    if _is_main(value.__module__):
+        raise TypeError(f"{value.__name__} of typing is not defined in a module")
+    return NotImplemented
 
 
 def _reduce_mapping(value: types.MappingProxyType[Any, Any]) -> Any:
@@ -269,6 +283,7 @@ _REDUCERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (types.CellType, _reduce_cell),
     (types.CodeType, _reduce_code),
     (types.ModuleType, _reduce_module),
+    ((typing.TypeVar, typing.ParamSpec, typing.NewType), _reduce_type_variable),
     (types.MappingProxyType, _reduce_mapping),
     (property, _reduce_property),
     ((classmethod, staticmethod), _reduce_method),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -175,13 +176,19 @@ class ProjectConfiguration(Options):
     save_on_each_node: bool = setting(False, "Each machine keeps its own files.")
 
     def __post_init__(self) -> None:
+        self.logging_dir = _as_text(self.logging_dir)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set `project_dir`, also as `logging_dir` unless that is set already."""
-        self.project_dir = project_dir
+        self.project_dir = _as_text(project_dir)
         if self.logging_dir is None:
-            self.logging_dir = project_dir
+            self.logging_dir = self.project_dir
+
+
+def _as_text(path: Any) -> Any:
+    """A path object as text, which scripts pass too; anything else as it is."""
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 @described()

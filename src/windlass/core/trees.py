@@ -245,7 +245,7 @@ def get_data_structure(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """The same nest with an uninitialised host tensor in place of each `TensorInformation`."""
     return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype),
+        lambda info: torch.empty(info.shape, dtype=info.dtype),
         data_structure,
         test_type=is_tensor_information,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from windlass.core.errors import ConfigError, Problem
 from windlass.data.prepared_loader import PreparedLoader
 
 
@@ -60,7 +61,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Args:
         dataloader: a prepared loader, a `DataLoader`, or any iterable of batches.
         num_batches: batches of this rank.
+
+    Raises:
+        ConfigError: their number is negative.
     """
+    if num_batches < 0:
+        raise ConfigError(Problem("num_batches", num_batches, "must not be negative"))
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     if type(dataloader) is not DataLoader or isinstance(dataloader.dataset, IterableDataset):

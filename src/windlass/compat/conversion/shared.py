@@ -156,8 +156,10 @@ def put_model_options(made: Conversion, source: ForeignConfig, revision: str = "
 
 def put_old_training_keys(made: Conversion, source: ForeignConfig) -> None:
     """Set training arguments under the names that replaced those of the file."""
-    if (share := source.take("warmup_ratio")) is not None:
+    if (share := source.take("warmup_ratio")) is not None and not source.values.get("warmup_steps"):
         made.put("training.warmup_steps", share)
+        # 0 beside a ratio is the ratio.
+        source.skip(("warmup_steps",))
     if source.take("group_by_length", False):
         made.put("training.train_sampling_strategy", "group_by_length")
 
