@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from windlass import Accelerator
-from windlass.core.errors import CheckpointError, ModelError
+from windlass.core.errors import CheckpointError, ModelError, RankMismatchError
 from windlass.data_loader import BatchSamplerShard, DataLoaderShard
 
 FOLDER = Path(sys.argv[1])
@@ -267,6 +267,21 @@ def reduced_once() -> None:
     assert model.weight.grad.item() == 3.0
 
 
+def one_rate() -> None:
+    """A metric of each rank's own would give each another learning rate."""
+    accelerator, model = make(False), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, plateau)
+    with pytest.raises(
+        RankMismatchError, match=r"metrics: 0\.0 on rank 0, 1\.0 on rank 1\n.*accelerator\.reduce"
+    ):
+        schedule.step(float(accelerator.process_index))
+    for metric in (1.0, 2.0):
+        schedule.step(torch.tensor(metric))
+    assert schedule.get_last_lr() == [0.1]
+
+
 def uneven() -> None:
     """Data of the script's own, of which one rank has more."""
     accelerator = make(False)
@@ -396,6 +411,7 @@ stray_optimizer()
 late_optimizer()
 syncing()
 reduced_once()
+one_rate()
 uneven()
 for case in ((48, 4, 1), (55, 4, 1), (13, 4, 1), (55, 4, 2), (55, 4, 3), (21, 4, 2)):
     schedule_ends(*case)
