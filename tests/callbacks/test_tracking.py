@@ -215,6 +215,10 @@ def test_a_fresh_training_does_not_continue_the_run_that_one_before_it_was_resum
     args.run_name = "another"
     trainer.train()
     assert list(tracking_callback.state_dict().values()) == ["another"] != [saved]
+    trainer.train()
+    # In one folder, TensorBoard would draw both as one run.
+    assert list(tracking_callback.state_dict().values()) == ["another-2"]
+    assert (tmp_path / "runs" / "another-2").is_dir()
 
 
 def test_arguments_and_the_models_configuration_go_along(tmp_path: Path) -> None:

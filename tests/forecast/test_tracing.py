@@ -14,7 +14,7 @@ from tests.zero.needed import needs_deepspeed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
-from windlass import ParallelismConfig, SFTConfig, SFTTrainer, Trainer, TrainingArguments
+from windlass import ParallelismConfig, SFTConfig, SFTTrainer, SWACallback, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.tensors import is_fake
 from windlass.forecast.child import apart
@@ -108,6 +108,19 @@ def test_an_optimizer_without_state_saves_no_bytes_of_it(tmp_path: Path) -> None
     assert few.facts["layers"] == ["model.layers", 6]
     assert few.saved == whole.saved
     assert Forecast(few).disk == few.saved["weights"] > 0
+
+
+def test_an_average_of_weights_is_held_and_saved_beside_them(tmp_path: Path) -> None:
+    def start() -> None:
+        run = trainer(tmp_path, lean_loss=False, layers=6, optim="sgd")
+        run.add_callback(SWACallback(start_step=2))
+        run.train()
+
+    found = trace_of(start)
+    weights = at_most(found, "weights")
+    assert at_most(found, "averaged weights") == weights == 4 * found.facts["parameters"]
+    # Checkpoints have the average as the model, and the weights of training beside it.
+    assert found.saved == {"weights": 2 * weights, "optimizer state": 0, "here": 2 * weights}
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -127,12 +127,14 @@ def test_csv_with_a_line_break_inside_quotes(tmp_path: Path) -> None:
     assert texts(read_records(str(path), DataSpec()), "text") == ["two\nlines", "x"]
 
 
-def test_folder_gives_file_and_label(tmp_path: Path) -> None:
+def test_folder_gives_file_and_label(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for label, body in (("neg", "bad"), ("pos", "good")):
         (tmp_path / label).mkdir()
         (tmp_path / label / "1.txt").write_text(body)
     (tmp_path / "pos" / "picture.png").write_bytes(b"\x89")
+    (tmp_path / "pos" / "0.txt").write_text(" \n")
     records = read_records(str(tmp_path), DataSpec())
+    assert f"left out 1 file(s) without text, the first of them {tmp_path / 'pos' / '0.txt'}" in caplog.text
     assert [values for _, values in records] == [
         {"text": "bad\n", "label": "neg"},
         {"text": "good\n", "label": "pos"},

@@ -60,6 +60,13 @@ class SWACallback(TrainerCallback):
     def on_train_begin(
         self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
     ) -> None:
+        self.begin(model)
+        if self._saved is not None:
+            self._restore(self._saved)
+            self._saved = None
+
+    def begin(self, model: nn.Module) -> None:
+        """Average the trained weights of `model` from now on. Raises ConfigError for those of a pipeline."""
         elsewhere = kept_elsewhere(model)
         if elsewhere is not None and elsewhere.in_stages:
             fix = "averages weights, which is not built for pipelines: leave it out, or set pp_size=1"
@@ -69,9 +76,6 @@ class SWACallback(TrainerCallback):
         self._trained = {short[name]: p for name, p in named.items() if p.requires_grad}
         self._frozen = {short[name]: p for name, p in named.items() if not p.requires_grad}
         self._average, self._own, self._count = {}, {}, 0
-        if self._saved is not None:
-            self._restore(self._saved)
-            self._saved = None
 
     def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         # What a callback has unfrozen had the same weights in all updates that count so far.
@@ -85,8 +89,11 @@ class SWACallback(TrainerCallback):
 
     def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         since = state.global_step - self.start_step
-        if since < 0 or since % self.every:
-            return
+        if since >= 0 and since % self.every == 0:
+            self.take()
+
+    def take(self) -> None:
+        """Take the present weights into the average."""
         with torch.no_grad():
             if not self._average:
                 self._average = {name: _wide(p) for name, p in self._trained.items()}
@@ -134,6 +141,12 @@ class SWACallback(TrainerCallback):
             "average": {n: whole_on_first(t) for n, t in self._average.items() if n not in in_model},
             "trained": {n: whole_on_first(t) for n, t in self._own.items()},
         }
+
+    def saved_bytes(self) -> int:
+        """Bytes of the state in checkpoints, over all ranks, while the model holds the average."""
+        trained = self._trained.values()
+        own = sum(p.numel() * p.element_size() for p in trained)
+        return own + sum(p.numel() * torch.float32.itemsize for p in trained if p.dtype in _LOW)
 
     def load_state_dict(self, state: State) -> None:
         """Restore a `state`; the model holds the weights that were saved with it."""

@@ -12,12 +12,22 @@ from windlass.cli.command_line import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.forecast.child import apart
 from windlass.forecast.layouts import Cost, Devices, Layout
-from windlass.forecast.meter import ACTIVATIONS, BUCKETS, COPIES, GRADIENTS, LOGITS, STATE, TEMPORARY, WEIGHTS
+from windlass.forecast.meter import (
+    ACTIVATIONS,
+    AVERAGE,
+    BUCKETS,
+    COPIES,
+    GRADIENTS,
+    LOGITS,
+    STATE,
+    TEMPORARY,
+    WEIGHTS,
+)
 from windlass.forecast.size import Size
 from windlass.forecast.trace import Trace
 
 _DIVIDED = {
-    **dict.fromkeys((WEIGHTS, GRADIENTS, STATE), "state"),
+    **dict.fromkeys((WEIGHTS, GRADIENTS, STATE, AVERAGE), "state"),
     **dict.fromkeys((ACTIVATIONS, LOGITS, TEMPORARY), "activations"),
     **dict.fromkeys((BUCKETS, COPIES), "gathered"),
 }

@@ -27,8 +27,21 @@ from windlass.transforms.buffers import inner_tensors
 
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
-TEMPORARY, BATCH, SAVED = "temporary", "batch", "copy of a save"
-KINDS = (WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, LOGITS, COPIES, BUCKETS, TEMPORARY, BUFFERS, BATCH, SAVED)
+TEMPORARY, BATCH, SAVED, AVERAGE = "temporary", "batch", "copy of a save", "averaged weights"
+KINDS = (
+    WEIGHTS,
+    GRADIENTS,
+    STATE,
+    AVERAGE,
+    ACTIVATIONS,
+    LOGITS,
+    COPIES,
+    BUCKETS,
+    TEMPORARY,
+    BUFFERS,
+    BATCH,
+    SAVED,
+)
 
 
 class Owner(NamedTuple):

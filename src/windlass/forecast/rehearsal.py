@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.assemble.build import Built, build
+from windlass.callbacks.weight_averaging import SWACallback
 from windlass.checkpoint.adapters import find_adapter
 from windlass.config.plan import RunPlan
 from windlass.core.attributes import attributes_of
@@ -29,6 +30,7 @@ from windlass.engine.splitting import Kind
 from windlass.forecast.devices import few_chunks, finite_gradients, kernels_of_devices, uncompiled
 from windlass.forecast.fake_weights import known_values, take_memory, with_values
 from windlass.forecast.meter import (
+    AVERAGE,
     BATCH,
     BUCKETS,
     BUFFERS,
@@ -220,7 +222,13 @@ class Rehearsal:
             finite_gradients(),
         ):
             self._updates(meter, context, steps, updates)
-        return Trace(meter.peaks, meter.work, meter.sent, _sizes_of_save(model, built), self._facts(model))
+        return Trace(
+            meter.peaks,
+            meter.work,
+            meter.sent,
+            _sizes_of_save(model, built, services.events.average()),
+            self._facts(model),
+        )
 
     def _borders(self) -> dict[str, Tensor]:
         """For a pipeline, what each module returns for a micro-batch: where stages meet, another rank sends that."""
@@ -281,6 +289,10 @@ class Rehearsal:
             executor.run_step(update, steps, max_norm=plan.stability.max_grad_norm, guard=guard)
             if number == 0:
                 _adopt_state(meter, model, context.built)
+                if (average := context.events.average()) is not None:
+                    with meter.as_kind(AVERAGE):
+                        average.begin(model)
+                        average.take()
         for mark in marks:
             mark.remove()
 
@@ -315,7 +327,12 @@ class Rehearsal:
             "copies": plan.save.background
             and (plan.save.cadence.strategy != "no" or plan.save.every is not None),
             "key": key_of(
-                model, plan, services.session.all_ranks.mesh, self._first, on_device=self._on_device
+                model,
+                plan,
+                services.session.all_ranks.mesh,
+                self._first,
+                averages=services.events.average() is not None,
+                on_device=self._on_device,
             ),
             "family": getattr(getattr(model, "config", None), "model_type", type(model).__name__),
             "layers": None if self.stack is None else [self.stack.name, self.stack.length],
@@ -402,7 +419,7 @@ def _adopt_state(meter: Meter, model: nn.Module, built: Built) -> None:
                 meter.adopt(part, STATE, place)
 
 
-def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
+def _sizes_of_save(model: nn.Module, built: Built, average: SWACallback | None) -> dict[str, int]:
     """Bytes of a checkpoint over all ranks, and of this rank's copy of it in host memory."""
     adapter = find_adapter(model)  # its base is not saved
     named = model.named_parameters(remove_duplicate=False)
@@ -417,10 +434,12 @@ def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
         if isinstance(value, Tensor) and parameter not in copies
     ]
     here = [p for p in weights if not isinstance(p, Absent) and p not in copies]
+    # Rank 0 has all of it.
+    averaged = 0 if average is None else average.saved_bytes()
     return {
-        "weights": sum(p.numel() * p.element_size() for p in weights),
+        "weights": sum(p.numel() * p.element_size() for p in weights) + averaged,
         "optimizer state": sum(map(whole_bytes_of, state)),
-        "here": sum(map(bytes_of, (*here, *state))),
+        "here": sum(map(bytes_of, (*here, *state))) + averaged,
     }
 
 

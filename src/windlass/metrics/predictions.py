@@ -42,12 +42,15 @@ class Errors(NamedTuple):
     most: float
 
 
-def key_of(model: nn.Module, plan: RunPlan, mesh: Mesh, batch: Any, *, on_device: bool) -> str:
+def key_of(
+    model: nn.Module, plan: RunPlan, mesh: Mesh, batch: Any, *, averages: bool, on_device: bool
+) -> str:
     """A hash of what decides about the memory of a run, and of the versions that compute.
 
     Args:
         model: as it is trained, on any rank: shapes are those of whole parameters.
         batch: the first micro-batch, of whose tensors the shapes count.
+        averages: the run keeps an average of its weights.
     """
     parameters = [
         [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()
@@ -59,6 +62,7 @@ def key_of(model: nn.Module, plan: RunPlan, mesh: Mesh, batch: Any, *, on_device
         "optimizer": {name: _described(getattr(plan.optimizer, name)) for name in _OF_OPTIMIZER},
         "mesh": dataclasses.asdict(mesh),
         "batch": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors_in(batch)],
+        "averages": averages,
         "on_device": on_device,
         "versions": [__version__, platform.python_version(), torch.__version__, version_of("transformers")],
     }

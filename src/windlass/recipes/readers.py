@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.core.errors import DataError
+from windlass.core.logs import get_job_logger
 from windlass.core.whole_file import parse_json
 from windlass.recipes.arranged_rows import columns_read
 from windlass.recipes.digits import digit_questions
@@ -21,6 +22,8 @@ from windlass.recipes.schema import PATHLESS, UNKNOWN_ENDING, DataSpec, format_o
 from windlass.text.forms import COLUMNS, has_form
 from windlass.text.image_messages import COLUMNS as OF_IMAGES
 from windlass.text.tables import StoredRows, load_hub, parquet_rows
+
+logger = get_job_logger(__name__)
 
 # (file and line or row, values)
 Record = tuple[str, dict[str, Any]]
@@ -194,9 +197,17 @@ def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
     found = sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
     # Hidden ones are of other programs: `.ipynb_checkpoints` is not a class.
     files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    empty = []
     for file in first_of_folders(files, data.max_samples):
-        for where, values in _txt(file, data):
+        texts = list(_txt(file, data))
+        if not texts:
+            empty.append(file)
+        for where, values in texts:
             yield where, {**values, data.label_column: file.parent.name}
+    if empty:
+        logger.warning(
+            "%s: left out %d file(s) without text, the first of them %s", path, len(empty), empty[0]
+        )
 
 
 def first_of_folders(files: list[Path], most: int | None) -> list[Path]:

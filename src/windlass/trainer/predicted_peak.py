@@ -33,9 +33,9 @@ class PredictedPeak:
         if not self._looks or not are_any():
             return
         context, on_device = self._context, self._context.session.device.type != "cpu"
-        mesh = context.all_ranks.mesh
+        mesh, averages = context.all_ranks.mesh, context.events.average() is not None
         self._found = find_prediction(
-            key_of(context.files.model, context.plan, mesh, batch, on_device=on_device)
+            key_of(context.files.model, context.plan, mesh, batch, averages=averages, on_device=on_device)
         )
 
     def measured(self, updates: int) -> dict[str, int] | None:

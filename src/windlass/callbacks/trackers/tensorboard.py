@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -38,14 +39,17 @@ class TensorBoardTracker(PackageTracker):
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """Below `$TENSORBOARD_LOGGING_DIR`, or the folder `runs` of the output. A resumed run continues in the same
-        folder, and hides what was logged after its checkpoint.
+        """In a new folder below `$TENSORBOARD_LOGGING_DIR`, or the folder `runs` of the output. A resumed run continues
+        in the same folder, and hides what was logged after its checkpoint.
         """
         root = at_home(os.environ.get("TENSORBOARD_LOGGING_DIR") or facts.folder / "runs")
         if facts.run_id is not None:
             # The killed session may have logged updates that are made again: two values at one step zigzag in a chart.
             return cls(facts.run_id, root, purge_step=facts.step + 1)
-        return cls(facts.name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}", root)
+        name = facts.name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
+        # An earlier run of this name, whose curves and those of this one would be drawn as one.
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return cls(next(name for name in names if not (root / name).exists()), root)
 
     @classmethod
     def of_writer(cls, writer: Any) -> Self:
