@@ -27,7 +27,7 @@ class PreparedSchedule:
             batches that the update covers. "optimizer_step": updates that were applied, for any number of processes
             and calls of `step`. "call": calls of `step`.
         adjust: count micro-batches in the schedule's `_step_count`, which only its warnings read.
-        ranks: all processes, which have one learning rate.
+        all_ranks: have one learning rate.
 
     Attributes:
         optimizers: the optimizers whose updates it follows.
@@ -42,9 +42,9 @@ class PreparedSchedule:
         accumulation: AccumulationState,
         unit: Unit,
         adjust: bool,
-        ranks: Gang,
+        all_ranks: Gang,
     ) -> None:
-        self.scheduler, self._ranks = scheduler, ranks
+        self.scheduler, self._all_ranks = scheduler, all_ranks
         self.optimizers: list[PreparedOptimizer] = []
         self._followed = 0  # their updates that the schedule has counted
         self.unit: Unit = unit
@@ -96,12 +96,12 @@ class PreparedSchedule:
 
     def _compare_metric(self, metrics: Any, *_: Any, **__: Any) -> None:
         """With a metric of its own each process would soon have another learning rate, and another model."""
-        if self._ranks.size == 1:
+        if self._all_ranks.size == 1:
             return
-        everywhere = [repr(value) for value in self._ranks.gather_objects(float(metrics))]
+        everywhere = [repr(value) for value in self._all_ranks.gather_objects(float(metrics))]
         if len(set(everywhere)) > 1:
             raise RankMismatchError(
-                differences([{"metrics": value} for value in everywhere], self._ranks.members),
+                differences([{"metrics": value} for value in everywhere], self._all_ranks.members),
                 f"{type(self.scheduler).__name__}.step was given different metrics on the processes",
                 "Reduce the metric first: accelerator.reduce(metric, 'mean'), or compute it from what "
                 "gather_for_metrics returns.",
