@@ -42,9 +42,8 @@ def find_resume_point(resume: bool | str | None, args: TrainingArguments) -> Res
     is_remote = is_url(str(args.output_path)) or is_url(str(resume))
     if not resume or is_remote or world_from_environment().machines > 1:
         return None
-    point = _find(
-        "auto" if resume == "auto" else True if isinstance(resume, bool) else at_home(resume), run_folder(args)
-    )
+    which = resume if isinstance(resume, bool) or resume == "auto" else at_home(resume)
+    point = _find(which, run_folder(args))
     if point is not None and 0 < args.max_steps < point.step:
         raise past_the_end(args, args.max_steps, point.step)
     return point
