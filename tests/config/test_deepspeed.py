@@ -216,6 +216,16 @@ def test_the_files_norm_comes_before_the_default(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 1}, "tensorboard": {"enabled": True}}, "report_to"),
         ({"zero_optimization": {"stage": 1}, "scheduler": {"type": "Cosine"}}, "WarmupLR"),
         ({"zero_optimization": {"stage": 1}, "communication_data_type": "auto"}, 'no value for "auto"'),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+            "DeepSpeedCPUAdam",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}, "bf16": {"bf16_master_weights_and_grads": True}},
+            "DeepSpeedCPUAdam",
+        ),
+        ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, '"reduce_scatter": false'),
+        ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0}, '"reduce_scatter": false'),
     ],
 )
 def test_what_is_unknown_or_not_built_is_named(config: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -285,6 +295,13 @@ def test_parameters_in_files_are_read_as_they_are_used() -> None:
     }
     (note,) = without_effect({"zero_optimization": zero}, "deepspeed")
     assert "stage3_prefetch_bucket_size" in note
+
+
+def test_gradients_are_reduced_after_the_last_backward_at_stage_1() -> None:
+    config = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
+    assert for_engine(config, micro=1)["zero_optimization"] == {"stage": 1}
+    (note,) = without_effect(config, "deepspeed")
+    assert "overlap_comm has no effect" in note
 
 
 def test_activations_are_not_divided() -> None:

@@ -34,9 +34,9 @@ THIRD_PARTY = {
     **dict.fromkeys(("_buffers", "_parameters", "_non_persistent_buffers_set", "_metadata"), _MODULE),
     **dict.fromkeys(("_call_impl", "_compiled_call_impl", "_orig_mod"), _CALL),
     **dict.fromkeys(
-        ("_C", "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_dynamo", "_execution_engine",
-         "_foreach_mul_", "_foreach_norm", "_fused_adamw_", "_get_default_mps_generator", "_inductor", "_NormBase",
-         "_values", "_version", "_get_default_store", "_set_pg_timeout", "_world"),
+        ("_C", "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_assert_async", "_dynamo",
+         "_execution_engine", "_foreach_mul_", "_foreach_norm", "_fused_adamw_", "_get_default_mps_generator",
+         "_inductor", "_NormBase", "_values", "_version", "_get_default_store", "_set_pg_timeout", "_world"),
         _TORCH,
     ),
     **dict.fromkeys(("_XLAC", "_xla_get_tensor_id", "_get_xla_sharding_spec"), _TORCH),

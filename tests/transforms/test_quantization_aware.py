@@ -203,11 +203,19 @@ def test_two_processes_have_the_losses_of_one(layout: str, tmp_path: Path) -> No
     assert found == pytest.approx(losses(alone), rel=5e-3), "a last bit may move a value to the next step"
 
 
+def gpt2() -> Any:
+    """Its layers are of a class of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1))
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 4)), "needs a model of transformers"),
         (lambda: small.model(hidden_size=48, intermediate_size=64), "has 48 inputs"),
+        (gpt2, "GPT2LMHeadModel has no linear layer"),
     ],
 )
 def test_models_that_cannot_be_converted(made: Any, message: str) -> None:

@@ -210,6 +210,8 @@ class Old(nn.Module):
         (Plain, {"offload": "no"}, "offload='no': must be True or False"),
         (Plain, {"use_reentrant": True}, "use_reentrant=True: re-entrant"),
         (Old, {"selective": True, "use_reentrant": True}, "selective=True: does not work with use_reentrant"),
+        (Plain, {"use_reentrant": "no"}, "use_reentrant='no': must be True or False"),
+        (Plain, {"determinism_check": "all"}, "determinism_check='all': must be default or none"),
         (Plain, {"stride": 2}, "stride=2: known options"),
         (Plain, {"selective": ["mm", "tahn"]}, "selective='tahn': must be True, or a list of operators"),
         (Plain, {"selective": "mm"}, "selective='mm': must be True, or a list of operators"),
@@ -240,8 +242,12 @@ def test_recomputation_within_the_backward_is_known(offload: bool) -> None:
     )
     for reentrant in (False, True):
         model = transformers.AutoModelForCausalLM.from_config(config)
-        apply_recompute(model, {"use_reentrant": reentrant, "offload": offload})
+        apply_recompute(model, {"use_reentrant": reentrant or None, "offload": offload})
         assert recomputes_reentrantly(model) is reentrant
+        with pytest.raises(
+            ConfigError, match="stride=2: known options"
+        ):  # the blocks would take it, and do nothing
+            apply_recompute(model, {"stride": 2})
 
 
 @pytest.mark.parametrize("options", [{}, {"use_reentrant": True}])

@@ -88,6 +88,8 @@ def _check(name: str, ranks: Any, positions: bool) -> None:
     with strategy.gathered(), torch.no_grad():
         assert (_loss(model, ids) - expected).abs() < limit, (name, "whole parameters")
     assert (_loss(model, ids) - expected).abs() < limit, (name, "divided again")
+    with pytest.raises(IndexError, match="24 is out of bounds"):
+        _loss(model, ids.where(ids != ids[0, 0], 24))
 
 
 def _check_experts(ranks: Any) -> None:

@@ -95,6 +95,13 @@ def test_complex_parameters_are_refused_by_name(tmp_path: Path) -> None:
         Trainer(model, args, train_dataset=rows(8)).train()
 
 
+def test_parameters_of_several_dtypes_are_refused_at_stage_3(tmp_path: Path) -> None:
+    model = runs.Net()
+    model.few = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ModelError, match=r"several dtypes \(torch\.bfloat16, torch\.float32\)"):
+        Trainer(model, arguments(tmp_path, **runs.config(3)), train_dataset=rows(8)).train()
+
+
 def test_embeddings_that_rewrite_their_rows_are_refused_by_name(tmp_path: Path) -> None:
     model = runs.Net()
     model.table = torch.nn.Embedding(3, 2, max_norm=1.0)

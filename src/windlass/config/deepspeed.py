@@ -83,6 +83,17 @@ SECTION_KEYS = {
     **reverse(_ZERO_REASONS),
 }  # fmt: skip
 _FILES_STAGE = "keeps tensors in files at stage 3 alone; set stage 3, or device cpu"
+_SCATTERED = (
+    'needs "zero_optimization": {"reduce_scatter": false} at stages 2 and 3; set it, or leave this out'
+)
+_CPU_ADAM = "is of DeepSpeedCPUAdam, and a run updates with an optimizer of its own; leave it out"
+# Path -> the value with which DeepSpeed takes any optimizer.
+_OF_CPU_ADAM = {
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "fp16.fp16_master_weights_and_grads": False,
+}
 _FILES_PATH = "needs nvme_path: a folder on a local disk, of this run alone"
 _ADAMW = (
     "must be AdamW or Adam, which PyTorch's AdamW carries out: choose others by optim=..., and leave this out"
@@ -133,6 +144,14 @@ def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     for name in ("offload_optimizer", "offload_param"):
         yield from _unfit_offload(section.get(name), f"{origin}.zero_optimization.{name}")
     yield from _unfit_files(config, origin)
+    # DeepSpeed would say so once the model is loaded.
+    if stage_of(config) > 1 and section.get("reduce_scatter", True):
+        for name, usual in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+            if config.get(name, usual) != usual:
+                yield Problem(f"{origin}.{name}", config[name], _SCATTERED)
+    for path, usual in _OF_CPU_ADAM.items():
+        if value_at(config, path, usual) != usual:
+            yield Problem(f"{origin}.{path}", value_at(config, path), _CPU_ADAM)
     yield from _unfit_optimizer(_section(config, "optimizer"), origin)
     kind = _section(config, "scheduler").get("type")
     if "scheduler" in config and kind not in _SCHEDULERS:
@@ -145,6 +164,8 @@ def without_effect(config: Mapping[str, Any], origin: str) -> Iterator[str]:
     if offload.get("device") == "cpu" and stage_of(config) != 3:
         yield f"{origin}: offload_param has no effect at stage {stage_of(config)}, which divides no parameters"
     zero = _section(config, "zero_optimization")
+    if zero.get("overlap_comm") and stage_of(config) == 1:
+        yield f"{origin}: overlap_comm has no effect at stage 1, which reduces gradients after the last backward"
     if value_at(config, "activation_checkpointing.partition_activations"):
         yield f"{origin}: partition_activations has no effect: it divides among ranks of tensor parallelism"
     ahead = [name for name in _AHEAD if {name, name.removeprefix("stage3_")} & zero.keys()]
@@ -348,6 +369,8 @@ def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
     zero = dict(config["zero_optimization"])
     if stage_of(config) != 3:
         zero.pop("offload_param", None)
+    if stage_of(config) < 2:
+        zero.pop("overlap_comm", None)  # an error of DeepSpeed, as it does not count the micro-batches
     if has_param_files(config):
         # DeepSpeed reads ahead a parameter that is used twice into two buffers, and each whole parameter keeps one.
         for name in _AHEAD:

@@ -124,14 +124,9 @@ def check_proven_kind(model: Any) -> None:
     """Raise ModelError unless the model is the one that a proof makes of its configuration, which predicts tokens:
     models for other tasks have the same configuration, and losses that no proof computes.
     """
-    table = require(
-        "transformers.models.auto.modeling_auto", "name a model"
-    ).MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    made, kinds = (
-        table.get(model.config.model_type),
-        [kind.__name__ for kind in type(innermost(model)).__mro__],
-    )
-    if made not in kinds:
+    classes = require("transformers.models.auto.modeling_auto", "name a model")
+    kinds = [kind.__name__ for kind in type(innermost(model)).__mro__]
+    if classes.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type) not in kinds:
         raise ModelError(f"only models of AutoModelForCausalLM are proven, and this one is a {kinds[0]}")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from windlass.core.errors import Problem, refuse
-from windlass.core.tensors import autocast_dtype, is_fake
+from windlass.core.tensors import autocast_dtype
 from windlass.core.types import IGNORED
 from windlass.transforms.tensor_split import TensorSplit
 
@@ -225,23 +225,12 @@ class ChunkLogits:
         logits, shares = self.of(hidden)
         real = targets != IGNORED
         classes = torch.where(real, targets, 0)
-        self._check(classes)
         here, places = self.split.located(classes)
         own, first = logits.max(dim=1)
         largest = self.split.max(own.clone())
         behind = (own == largest) & (first + self.split.mine.start < classes)
         torch.sub(logits, largest[:, None], out=shares).exp_()
         return ChunkSoftmax(logits, shares, largest, real, here, places, behind)
-
-    def _check(self, classes: Tensor) -> None:
-        """Raise IndexError, as `torch.nn.functional.cross_entropy` does, for a target that no rank has: its loss would
-        be that of no class. Only on a CPU: a device would make the host wait, so its batches are checked before. Traced
-        tensors have no values.
-        """
-        if not classes.is_cpu or is_fake(classes):
-            return
-        if (wrong := classes[(classes < 0) | (classes >= self.split.size)]).numel():
-            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
 
     def back_through(self, logits: Tensor, gradient: Tensor) -> Tensor:
         """The gradient of what the head itself returns, but for the scale, in the memory of `gradient`, which is that

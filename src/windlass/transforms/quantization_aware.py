@@ -32,7 +32,8 @@ def apply_qat(model: nn.Module, scheme: str | None) -> None:
         scheme: a key of `QAT_SCHEMES`; None changes nothing.
 
     Raises:
-        ConfigError: the model is another one, has adapters or quantized weights, or a layer cannot be converted.
+        ConfigError: the model is another one, has adapters or quantized weights, or a layer or all of them cannot be
+            converted.
         MissingDependencyError: torchao is not installed.
     """
     if scheme is None:
@@ -42,6 +43,9 @@ def apply_qat(model: nn.Module, scheme: str | None) -> None:
         return
     _check_model(model, scheme)
     layers = dict(_layers(model, scheme))
+    if not layers:
+        fix = f"{type(model).__name__} has no linear layer of torch that it rounds; leave it out"
+        raise ConfigError(Problem("qat", scheme, fix))
     require("torchao.quantization", _PURPOSE).quantize_(
         model,
         library.QATConfig(quantized_config(scheme), step="prepare"),

@@ -32,6 +32,13 @@ _PLAIN_OPTIONS = (
     "preserve_rng_state",
     "determinism_check",
 )
+# What torch's function takes; it hands others on to the block, which may take anything.
+_OF_CHECKPOINT = (*_PLAIN_OPTIONS, "context_fn", "debug", "early_stop")
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "use_reentrant": (True, False),
+    "offload": (True, False),
+    "determinism_check": ("default", "none"),
+}
 _OWN_FUNCTION = "_gradient_checkpointing_func"
 _ATTENTION = "attention"  # every kernel of it
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", "linear", _ATTENTION)
@@ -60,11 +67,16 @@ def apply_recompute(
             "fsdp_config={'xla': True, 'xla_fsdp_grad_ckpt': True}"
         )
         raise ConfigError(Problem("activation_checkpointing", True, fix))
-    chosen = {"use_reentrant": False, **(options or {})}
+    # None is what is left out: torch would take it as re-entrant, in which blocks may get no gradients.
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    chosen = {"use_reentrant": False, **given}
+    refuse(
+        Problem(f"{_FIELD}.{name}", chosen[name], f"must be {' or '.join(map(str, values))}")
+        for name, values in _VALUES.items()
+        if name in chosen and chosen[name] not in values
+    )
     every = chosen.pop("every_n_layers", 1)
     offload = chosen.pop("offload", False)
-    if not isinstance(offload, bool):
-        raise ConfigError(Problem(f"{_FIELD}.offload", offload, "must be True or False"))
     # Before blocks are wrapped: the block is then recomputed as a whole, tile by tile within it.
     tiles = chosen.pop("tiles", None)
     if tiles is not None:
@@ -158,6 +170,8 @@ def _use_own_switch(model: nn.Module, switch: str, chosen: dict[str, Any], every
     mover = ActivationOffload()
     for module in found:
         repeat = getattr(module, _OWN_FUNCTION)
+        if isinstance(repeat, functools.partial) and repeat.func is checkpoint:
+            refuse(_unknown(chosen, _OF_CHECKPOINT))
         repeat = functools.partial(_offloaded, mover, repeat) if offload else repeat
         setattr(
             module,
@@ -244,10 +258,13 @@ def _wrap_blocks(
         block._recompute = repeat
 
 
-def _check_plain_options(chosen: Mapping[str, Any]) -> None:
+def _unknown(chosen: Mapping[str, Any], known: Sequence[str]) -> list[Problem]:
     takes = f"known options: {', '.join(_PLAIN_OPTIONS)}"
-    known = (*_PLAIN_OPTIONS, "context_fn")
-    problems = [Problem(f"{_FIELD}.{k}", v, takes) for k, v in chosen.items() if k not in known]
+    return [Problem(f"{_FIELD}.{k}", v, takes) for k, v in chosen.items() if k not in known]
+
+
+def _check_plain_options(chosen: Mapping[str, Any]) -> None:
+    problems = _unknown(chosen, (*_PLAIN_OPTIONS, "context_fn"))
     if chosen["use_reentrant"]:
         fix = "re-entrant recomputation loses gradients of blocks called by keyword; leave it False"
         problems.append(Problem(f"{_FIELD}.use_reentrant", True, fix))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from windlass.core.tensors import is_fake
 from windlass.transforms.linear_exchange import exchange, same
 
 # Renamed in torch 2.13, which warns of the names before.
@@ -40,7 +41,14 @@ class TensorSplit:
         return range(start, min(start + self.chunk, self.size))
 
     def located(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of these indices are in this rank's part, and where; 0 for the others."""
+        """Which of these indices are in this rank's part, and where; 0 for the others. Raises IndexError on a CPU for
+        one that no rank has, which would be computed as if it were not there; CUDA fails later, without a wait.
+        """
+        inside = (indices >= 0) & (indices < self.size)
+        if indices.is_cuda:
+            torch._assert_async(inside.all())
+        elif not (torch.compiler.is_compiling() or is_fake(indices) or not indices.is_cpu or inside.all()):
+            raise IndexError(f"Target {int(indices[~inside][0])} is out of bounds.")
         here = (indices >= self.mine.start) & (indices < self.mine.stop)
         return here, torch.where(here, indices - self.mine.start, 0)
 

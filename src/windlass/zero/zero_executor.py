@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.names import shorten
+from windlass.config.deepspeed import precision_of, stage_of
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.module_state import bare, customizes_state, let_go
@@ -57,7 +58,7 @@ class ZeroExecutor:
         loss_ranks: Gang,
     ) -> None:
         _check_optimizer(optimizer, plan)
-        _check_model(module)
+        _check_model(module, plan)
         let_go(module)
         own = ZeroOptimizer(optimizer)
         self._engine = ZeroEngine(module, own, plan.config, device, loss_ranks)
@@ -236,7 +237,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
         raise ConfigError(Problem("optim", name, fix))
 
 
-def _check_model(module: nn.Module) -> None:
+def _check_model(module: nn.Module, plan: ZeroPlan) -> None:
     if customizes_state(module):
         raise ModelError(
             f"{type(bare(module)).__name__} overrides how its state dict is made or loaded, which checkpoints under "
@@ -258,4 +259,10 @@ def _check_model(module: nn.Module) -> None:
         raise ModelError(
             f"the model has complex parameters, which DeepSpeed cannot join with real ones: {shorten(mixed)}. Train "
             "without DeepSpeed; fsdp=True leaves them whole"
+        )
+    dtypes = sorted({str(p.dtype) for p in module.parameters() if p.requires_grad})
+    if len(dtypes) > 1 and stage_of(plan.config) == 3 and precision_of(plan.config) is None:
+        raise ModelError(
+            f"the model trains parameters of several dtypes ({', '.join(dtypes)}), which stage 3 of DeepSpeed cannot "
+            "join: convert it to one (`model.to(torch.float32)`), or set bf16=True"
         )
