@@ -10,6 +10,7 @@ import torch
 from tests.finetuning import small
 from tests.finetuning.preferences import pairs, settings
 from tests.finetuning.test_peft_adapters import ids, lora, quantized
+from tests.finetuning.vision_families import family
 
 from windlass import SFTTrainer
 from windlass.checkpoint.files import Files
@@ -127,6 +128,17 @@ def test_a_reward_model_keeps_its_head(tmp_path: Path, task: str | None) -> None
     merge_adapter(tmp_path / "run", tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     assert torch.allclose(logits(merged), logits(trainer.model.eval()), atol=1e-6)
+
+
+def test_a_model_that_sees_images_keeps_its_processor(tmp_path: Path) -> None:
+    from transformers import AutoProcessor
+
+    model, processor = family("llava")
+    for part in (model, processor):
+        part.save_pretrained(tmp_path / "base")
+    peft.get_peft_model(model, lora()).save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", str(tmp_path / "base"))
+    assert AutoProcessor.from_pretrained(tmp_path / "merged").image_token == processor.image_token
 
 
 @pytest.mark.parametrize("tied", [False, True])
