@@ -51,6 +51,9 @@ def test_a_merged_model_computes_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.allclose(logits(merged), logits(model), atol=1e-6)
     assert not torch.allclose(logits(merged), logits(small.model().eval()), atol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "<eos>"
+    merge_adapter(tmp_path / "run", tmp_path / "halves", dtype=torch.bfloat16)
+    halves = AutoModelForCausalLM.from_pretrained(tmp_path / "halves").state_dict()
+    assert all(torch.equal(halves[name], value.bfloat16()) for name, value in merged.state_dict().items())
     words = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "parts"), "--merge"]
     assert main([*words, "--max-shard-size", "10KB"]) == 0
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 1

@@ -60,8 +60,12 @@ def merge_adapter(
         if getattr(model, "quantization_method", None) is not None:
             model = model.dequantize()
         if dtype is not None:
-            model = model.to(dtype)
-        merge(with_adapter(model, adapter)).save_pretrained(new, max_shard_size=max_shard_size)
+            model = model.to(torch.promote_types(model.dtype, dtype))
+        merged = merge(with_adapter(model, adapter))
+        # Rounded before, a weight would not change by less than half of its last bit.
+        if dtype is not None:
+            merged = merged.to(dtype)
+        merged.save_pretrained(new, max_shard_size=max_shard_size)
         if (tokenizer := first_tokenizer((str(adapter), name))) is not None:
             tokenizer.save_pretrained(new)
         for path in _processor_files((adapter, at_home(name))):
