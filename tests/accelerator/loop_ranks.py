@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from windlass import Accelerator
-from windlass.core.errors import CheckpointError, ModelError
+from windlass.core.errors import CheckpointError, ModelError, RankMismatchError
 from windlass.data_loader import BatchSamplerShard, DataLoaderShard
 
 FOLDER = Path(sys.argv[1])
@@ -234,6 +234,58 @@ def syncing() -> None:
     assert model.weight.grad.item() == 3.0  # twice the mean of 1 and 2
 
 
+def reduced_once() -> None:
+    """Replicas do not step on gradients that a second backward has added on each rank by itself."""
+    accelerator, model = make(False), nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    x = torch.full((1, 1), float(accelerator.process_index + 1))
+
+    def of_one_forward() -> None:
+        y = model(x).sum()
+        accelerator.backward(y, retain_graph=True)
+        accelerator.backward(2 * y)
+
+    def of_two_forwards() -> None:
+        first, second = model(x).sum(), model(x).sum()
+        accelerator.backward(first)
+        accelerator.backward(second)
+
+    def outside_of_no_sync() -> None:
+        with accelerator.no_sync(model):
+            y = model(x).sum()
+        accelerator.backward(y)
+
+    for step in (of_one_forward, of_two_forwards, outside_of_no_sync):
+        step()
+        with pytest.raises(ModelError, match="were not reduced over ranks"):
+            optimizer.step()
+        optimizer.zero_grad()
+    by_closure = torch.optim.LBFGS([model.module.weight])
+    with pytest.raises(ModelError, match="were not reduced over ranks"):
+        accelerator.prepare(by_closure).step(of_one_forward)
+    optimizer.zero_grad()
+    # A backward that reduces takes those before it along.
+    outside_of_no_sync()
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    assert model.weight.grad.item() == 3.0
+
+
+def one_rate() -> None:
+    """A metric of each rank's own would give each another learning rate."""
+    accelerator, model = make(False), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, plateau)
+    with pytest.raises(
+        RankMismatchError, match=r"metrics: 0\.0 on rank 0, 1\.0 on rank 1\n.*accelerator\.reduce"
+    ):
+        schedule.step(float(accelerator.process_index))
+    for metric in (1.0, 2.0):
+        schedule.step(torch.tensor(metric))
+    assert schedule.get_last_lr() == [0.1]
+
+
 def uneven() -> None:
     """Data of the script's own, of which one rank has more."""
     accelerator = make(False)
@@ -362,6 +414,8 @@ unfrozen()
 stray_optimizer()
 late_optimizer()
 syncing()
+reduced_once()
+one_rate()
 uneven()
 for case in ((48, 4, 1), (55, 4, 1), (13, 4, 1), (55, 4, 2), (55, 4, 3), (21, 4, 2)):
     schedule_ends(*case)

@@ -27,11 +27,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("resume", "step"), [(True, 4), ("auto", 4), ("checkpoint-2", 2), (None, None), (False, None)]
-)
+    ("resume", "step"),
+    [(True, 4), ("auto", 4), ("checkpoint-2", 2), ("~/checkpoint-2", 2), (None, None), (False, None),
+     ("file:///elsewhere/checkpoint-2", None)],
+)  # fmt: skip
 def test_the_checkpoint_is_known_with_its_step(
-    resume: bool | str | None, step: int | None, folder: Path
+    resume: bool | str | None, step: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(folder))
     asked = str(folder / "checkpoint-2") if resume == "checkpoint-2" else resume
     point = find_resume_point(asked, TrainingArguments(str(folder)))
     assert (None if point is None else (point.path, point.step)) == (

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from accelerate import PartialState as PeerState
 from tests.dist.launch import on_ranks
 from tests.dist.same import assert_same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from windlass.core.errors import ConfigError, DataError
 from windlass.core.mesh import Mesh
@@ -163,6 +165,10 @@ def refusals(rank: int) -> None:
         ours.reduce(torch.ones(1, dtype=torch.int64))
     with pytest.raises(TypeError, match="gather takes tensors"):
         ours.gather({"x": "text"})
+    part = DTensor.from_local(torch.ones(1), init_device_mesh("cpu", (3,)), [Shard(0)])
+    for change in (ours.gather, ours.reduce, ours.broadcast):
+        with pytest.raises(DataError, match=f"{change.__name__} takes whole tensors"):
+            change(part)
     with pytest.raises(DataError, match="2 processes gave one"):
         ours.copy_tensor_to_devices(torch.ones(1) if rank else None)
     ours.check_operations(True)

@@ -14,8 +14,9 @@ import pytest
 import torch.distributed as dist
 from tests.dist.launch import ROOT, end_all, end_of
 
+from windlass.core.errors import ConfigError
 from windlass.dist.beacon import Beacon
-from windlass.dist.watchdog import EXIT_STALLED, REPORT_VARIABLE, OtherRanks, Watchdog
+from windlass.dist.watchdog import EXIT_STALLED, REPORT_VARIABLE, OtherRanks, Watchdog, _report_seconds
 
 SCRIPT = Path(__file__).with_name("watched.py")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -101,6 +102,14 @@ def test_marks_are_published_in_each_process_group_that_a_script_opens() -> None
                 dist.destroy_process_group()
     finally:
         others.end()
+
+
+def test_the_seconds_until_a_report_are_a_number_above_zero() -> None:
+    assert _report_seconds({REPORT_VARIABLE: ""}) == _report_seconds({}) > 0
+    # Of 0 the watching thread would never sleep.
+    for wrong in ("soon", "0", "-1", "nan"):
+        with pytest.raises(ConfigError, match=f"{REPORT_VARIABLE}='{wrong}': must be a number of seconds"):
+            _report_seconds({REPORT_VARIABLE: wrong})
 
 
 def test_what_is_no_wait_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,9 +17,8 @@ VOCABULARY, LENGTH, BATCH, HIDDEN = 320, 32, 4, 64
 def llama(layers: int = 2, hidden: int = HIDDEN, **more: Any) -> Any:
     """A new model in the mode of the caller."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 2 * hidden, **more}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, **sizes)
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": hidden, "num_hidden_layers": layers, **sizes}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def mixture(layers: int = 2, experts: int = 4) -> Any:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from windlass import ParallelismConfig, SFTConfig, SFTTrainer, SWACallback, Trainer, TrainingArguments
-from windlass.core.errors import ConfigError, ModelError
+from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.core.tensors import is_fake
 from windlass.forecast.child import apart
 from windlass.forecast.forecast import Forecast
@@ -320,14 +320,20 @@ def test_a_script_without_a_run_is_an_error() -> None:
 
 
 def test_a_loss_of_a_script_is_traced(tmp_path: Path) -> None:
-    """It reads the count and multiplies by the number of processes. Its batches are views."""
+    """It reads the count and multiplies by the number of processes, and a second model learns nothing. Its batches are
+    views.
+    """
 
     class Own(Trainer):
+        teacher: Any = None
+
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
             labels = inputs.pop("labels")
-            logits = model(**inputs).logits
+            with torch.no_grad():
+                known = self.teacher(**inputs).logits
+            logits = model(**inputs).logits - known
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             return loss / num_items_in_batch * self.accelerator.num_processes
 
@@ -337,14 +343,29 @@ def test_a_loss_of_a_script_is_traced(tmp_path: Path) -> None:
 
     def start() -> None:
         base = trainer(tmp_path, layers=1, gradient_accumulation_steps=2)
-        Own(base.model, base.args, train_dataset=base.train_dataset, data_collator=collate).train()
+        own = Own(base.model, base.args, train_dataset=base.train_dataset, data_collator=collate)
+        own.teacher = llama(layers=3)
+        own.train()
 
-    assert at_most(trace_of(start, 2), "logits") >= 4 * BATCH * LENGTH * VOCABULARY
+    found = trace_of(start, 2)
+    assert at_most(found, "logits") >= 4 * BATCH * LENGTH * VOCABULARY
+    assert at_most(found, "other models") >= 4 * sum(p.numel() for p in llama(layers=3).parameters())
 
 
 def test_what_the_run_refuses_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="global_batch_size"):
         trace(tmp_path, global_batch_size=7)
+    small = llama(vocab_size=4)
+    with pytest.raises(DataError, match=r"the token \d+ is outside the model's vocabulary"):
+        trace_of(lambda: trainer(tmp_path, small).train())
+
+
+def test_of_a_device_no_memory_on_the_host_is_planned(tmp_path: Path) -> None:
+    def start() -> None:
+        trainer(tmp_path, lean_loss=False, fsdp="full_shard offload").train()
+
+    with pytest.raises(ConfigError, match=r"fsdp.cpu_offload=True: keeps memory on the host"):
+        trace_of(start, 2, on_device=True)
 
 
 def test_nothing_stays_behind(tmp_path: Path) -> None:

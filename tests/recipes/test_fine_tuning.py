@@ -81,6 +81,9 @@ def test_the_base_of_a_run_stays_and_another_run_gets_another(
     assert main([*words, "base.max_steps=3", "training.max_steps=4", "--resume"]) == 2
     assert "base.max_steps=3: the run that is resumed began with 2" in capsys.readouterr().err
     assert weights.read_bytes() == first
+    other = [f"training.output_dir={problems.parent / 'other'}", "training.max_steps=4"]
+    assert main([*words, *other, "--resume", str(weights.parents[1] / "checkpoint-3")]) == 2
+    assert "is missing: the adapter of the run that is resumed" in capsys.readouterr().err
     with RunLock(problems.parent / "run"):  # of a run that is under way
         assert main([*words, "base.max_steps=3"]) == 2
     assert "another run is writing to it" in capsys.readouterr().err

@@ -253,3 +253,16 @@ def test_padding_of_a_computed_position_counts_for_nothing(said: list[str]) -> N
     faults.warn_of_length(Fed("training", batch, [4, 6]))
     assert len(said) == 1
     assert "row 6 of the training set: 35 tokens, and the model has 32 positions" in said[0]
+
+
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+def test_a_row_beyond_a_table_of_positions_is_named_also_where_the_loss_is_measured(
+    call: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    ids = torch.arange(9)
+    data = Rows([{"input_ids": ids, "labels": ids}] * 8)
+    made = Trainer(transformers.GPT2LMHeadModel(config), arguments(tmp_path), None, data, data)
+    with pytest.raises(DataError, match=r"row \d of the \w+ set: 9 tokens, and the model has 8 positions"):
+        getattr(made, call)()

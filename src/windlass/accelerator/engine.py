@@ -100,7 +100,8 @@ def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, Replicated):
         yield
         return
-    with attributes_of(model, require_backward_grad_sync=True, require_forward_param_sync=True):
+    sync = {"require_backward_grad_sync": True, "require_forward_param_sync": True, "reduces_next": True}
+    with attributes_of(model, **sync):
         # The forward under `no_sync` did not prepare the reducer.
         model.reducer.prepare_for_backward([])
         yield

@@ -9,6 +9,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.optimizer import PreparedOptimizer
+from windlass.core.errors import RankMismatchError
+from windlass.dist.differences import differences
+from windlass.dist.gang import Gang
 from windlass.optim.schedule import load_data, state_as_data
 
 Unit = Literal["loader_batch", "optimizer_step", "call"]
@@ -24,6 +27,7 @@ class PreparedSchedule:
             batches that the update covers. "optimizer_step": updates that were applied, for any number of processes
             and calls of `step`. "call": calls of `step`.
         adjust: count micro-batches in the schedule's `_step_count`, which only its warnings read.
+        all_ranks: have one learning rate.
 
     Attributes:
         optimizers: the optimizers whose updates it follows.
@@ -38,8 +42,9 @@ class PreparedSchedule:
         accumulation: AccumulationState,
         unit: Unit,
         adjust: bool,
+        all_ranks: Gang,
     ) -> None:
-        self.scheduler = scheduler
+        self.scheduler, self._all_ranks = scheduler, all_ranks
         self.optimizers: list[PreparedOptimizer] = []
         self._followed = 0  # their updates that the schedule has counted
         self.unit: Unit = unit
@@ -71,7 +76,11 @@ class PreparedSchedule:
         return max((optimizer.updates for optimizer in self.optimizers), default=0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance by the unit of the last update; do nothing between updates, or if the update was skipped."""
+        """Advance by the unit of the last update; do nothing between updates, or if the update was skipped. Collective
+        for a schedule that depends on a metric: raises RankMismatchError if the processes have different ones.
+        """
+        if not self._counts_batches and (self.unit == "call" or self._accumulation.sync_gradients):
+            self._compare_metric(*args, **kwargs)
         if self.unit == "call":
             self.scheduler.step(*args, **kwargs)
         elif self.unit == "optimizer_step":
@@ -84,6 +93,19 @@ class PreparedSchedule:
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             for _ in range(self._accumulation.batches_of_update() if self._counts_batches else 1):
                 self._advance(*args, **kwargs)
+
+    def _compare_metric(self, metrics: Any, *_: Any, **__: Any) -> None:
+        """With a metric of its own each process would soon have another learning rate, and another model."""
+        if self._all_ranks.size == 1:
+            return
+        everywhere = [repr(value) for value in self._all_ranks.gather_objects(float(metrics))]
+        if len(set(everywhere)) > 1:
+            raise RankMismatchError(
+                differences([{"metrics": value} for value in everywhere], self._all_ranks.members),
+                f"{type(self.scheduler).__name__}.step was given different metrics on the processes",
+                "Reduce the metric first: accelerator.reduce(metric, 'mean'), or compute it from what "
+                "gather_for_metrics returns.",
+            )
 
     def _advance(self, *args: Any, **kwargs: Any) -> None:
         # The data may have more batches than the schedule was built for; it must not run past its end.

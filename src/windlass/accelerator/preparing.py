@@ -296,6 +296,7 @@ class Preparer:
             self._accumulation,
             unit or "call",
             self._settings.accumulation.adjust_scheduler,
+            self._all_ranks,
         )
         self._prepared.schedules.append(prepared)
         return prepared

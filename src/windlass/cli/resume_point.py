@@ -15,7 +15,7 @@ from windlass.callbacks.run_record import read_record, settings_of
 from windlass.config.arguments import TrainingArguments
 from windlass.config.documents import one_line
 from windlass.core.errors import CheckpointError, ConfigError, DataError, Problem
-from windlass.core.locations import is_url, shown_path, unwritable
+from windlass.core.locations import at_home, is_url, shown_path, unwritable
 from windlass.core.world import world_from_environment
 from windlass.recipes.recipe import run_folder
 from windlass.recipes.schema import Recipe, field_names
@@ -39,11 +39,11 @@ def find_resume_point(resume: bool | str | None, args: TrainingArguments) -> Res
         CheckpointError: there is none, or the one that was named is damaged. ConfigError: it is past `max_steps`.
     """
     # On several machines a rank may not see the disk of another; a remote folder is downloaded by `train()`.
-    if not resume or is_url(str(args.output_path)) or world_from_environment().machines > 1:
+    is_remote = is_url(str(args.output_path)) or is_url(str(resume))
+    if not resume or is_remote or world_from_environment().machines > 1:
         return None
-    point = _find(
-        "auto" if resume == "auto" else True if isinstance(resume, bool) else Path(resume), run_folder(args)
-    )
+    which = resume if isinstance(resume, bool) or resume == "auto" else at_home(resume)
+    point = _find(which, run_folder(args))
     if point is not None and 0 < args.max_steps < point.step:
         raise past_the_end(args, args.max_steps, point.step)
     return point

@@ -95,7 +95,7 @@ def _trainer(model: Any, training: Training, folder: str) -> Any:
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        log_level="error",
+        log_level="warning",
     )
     row = dict.fromkeys(("input_ids", "labels"), torch.zeros(training.length, dtype=torch.long))
     rows = [row] * training.batch_size * training.num_processes * _UPDATES

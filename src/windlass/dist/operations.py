@@ -21,6 +21,7 @@ from windlass.core.tensors import bits_of
 from windlass.core.trees import tensors_of, with_tensors
 from windlass.dist.beacon import waiting
 from windlass.dist.gang import Gang, current
+from windlass.dist.sharded import is_in_parts
 
 _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -63,6 +64,7 @@ def gather(tensor: Any, *, gang: Gang | None = None) -> Any:
     own = [_at_least_a_vector(t) for t in tensors_of(tensor, "gather")]
     if gang.size == 1:
         return tensor
+    _refuse_parts(own, "gather")
     kinds = _kinds_everywhere(own, gang, "gather", free_axis=0)
     return with_tensors(tensor, [_gather_one(t, [k[i] for k in kinds], gang) for i, t in enumerate(own)])
 
@@ -88,6 +90,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -
     if gang.size == 1:
         return tensor
     _check_source("broadcast", from_process, gang)
+    _refuse_parts(own, "broadcast")
     if _checking:
         _kinds_everywhere(own, gang, "broadcast")
     for part in own:
@@ -123,6 +126,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, gang: Ga
     if reduction not in _REDUCTIONS:
         raise ConfigError(Problem("reduce.reduction", reduction, f"must be one of {', '.join(_REDUCTIONS)}"))
     own = tensors_of(tensor, "reduce")
+    if gang.size > 1:
+        _refuse_parts(own, "reduce")
     if _checking and gang.size > 1:
         _kinds_everywhere(own, gang, "reduce")
     return with_tensors(tensor, [_reduce_one(part, reduction, scale, gang) for part in own])
@@ -180,6 +185,14 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
     copied: Tensor = broadcast(tensor, owners[0], gang=gang)
     return copied
+
+
+def _refuse_parts(tensors: Sequence[Tensor], operation: str) -> None:
+    """Refuse a tensor of which each process holds a part, as the parameters of a sharded model and their norms."""
+    if any(map(is_in_parts, tensors)):
+        raise DataError(
+            f"{operation} takes whole tensors, and one is divided among the processes: pass its full_tensor()"
+        )
 
 
 def _check_source(operation: str, process: int, gang: Gang) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.threads import python_threads
 from windlass.dist.beacon import AFTER, FOLDER_VARIABLE, MEETING, START, WAITS, Beacon, Lookout, Mark, beacon
@@ -126,7 +127,7 @@ def watch(environ: Mapping[str, str], limit: float | None = None) -> None:
     """Watch this process from now on, and set the limit of its waits to `limit` seconds."""
     global _watched
     if _watched is None or _watched[0] != os.getpid():  # threads are not inherited by a fork
-        after = float(environ.get(REPORT_VARIABLE, _REPORT_SECONDS))
+        after = _report_seconds(environ)
         dog = Watchdog(beacon(), OtherRanks(environ, after), after, limit or float("inf"))
         _watched = (os.getpid(), dog)
         thread = threading.Thread(target=dog.run, name="windlass-watchdog", daemon=True)
@@ -134,6 +135,17 @@ def watch(environ: Mapping[str, str], limit: float | None = None) -> None:
         atexit.register(dog.end, thread)
     elif limit is not None:
         _watched[1].limit = limit
+
+
+def _report_seconds(environ: Mapping[str, str]) -> float:
+    text = environ.get(REPORT_VARIABLE) or str(_REPORT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ConfigError(Problem(REPORT_VARIABLE, text, "must be a number of seconds above 0"))
+    return seconds
 
 
 def collectives_issued() -> int:

@@ -6,6 +6,7 @@ each place in the update, the owners of its peak, which is what a reader asks fo
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,12 +28,14 @@ from windlass.transforms.buffers import inner_tensors
 
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
-TEMPORARY, BATCH, SAVED, AVERAGE = "temporary", "batch", "copy of a save", "averaged weights"
+TEMPORARY, BATCH, SAVED = "temporary", "batch", "copy of a save"
+AVERAGE, OTHERS = "averaged weights", "other models"
 KINDS = (
     WEIGHTS,
     GRADIENTS,
     STATE,
     AVERAGE,
+    OTHERS,
     ACTIVATIONS,
     LOGITS,
     COPIES,
@@ -100,9 +103,11 @@ class Meter(TorchDispatchMode):
         self._now = self._within = 0
         self._moments: dict[tuple[str, bool, str], Instant] = {}
         self._kind: str | None = None
+        self._is_first = True
 
     def begin_again(self) -> None:
         """Forget what was seen; memory that exists is still followed."""
+        self._is_first = False
         self.peaks.clear()
         self.work.clear()
         self.sent.clear()
@@ -179,6 +184,8 @@ class Meter(TorchDispatchMode):
         found = func(*args, **given) if answer is None else answer
         if func in _UNSEEN:
             return found
+        if self._is_first:
+            self._find_others(args, given)
         place, backward = self._places.now()
         outputs = list(tensors_in(found))
         for output in outputs:
@@ -190,6 +197,13 @@ class Meter(TorchDispatchMode):
         elif (done := work_of(func, args, given, found, outputs)) is not None:
             self.work[done] += self.times
         return found
+
+    def _find_others(self, *given: Any) -> None:
+        """What is read and was not made here: the weights of a reference, or of a teacher, which no list names."""
+        for part in itertools.chain.from_iterable(map(inner_parts, tensors_in(given))):
+            storage = part.untyped_storage()
+            if storage._cdata not in self._blocks:
+                self._enter(storage, Owner(self._kind or OTHERS, ""), forward=False)
 
     def _look(self, output: Tensor, func: Any, args: tuple[Any, ...], place: str, backward: bool) -> None:
         storage = output.untyped_storage()

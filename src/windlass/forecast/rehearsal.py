@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.assemble.build import Built, build
 from windlass.callbacks.weight_averaging import SWACallback
 from windlass.checkpoint.adapters import find_adapter
+from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
 from windlass.core.attributes import attributes_of
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.tensors import count_elements
 from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
@@ -49,6 +50,7 @@ from windlass.forecast.stack import find_stack
 from windlass.forecast.trace import Trace
 from windlass.metrics.predictions import key_of
 from windlass.metrics.tokens import rows
+from windlass.trainer.batch_faults import Fed
 from windlass.trainer.defaults import align_special_tokens
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.instead import RunRequest
@@ -112,7 +114,7 @@ class Rehearsal:
         services.loss.begin_run(dict(_MEASURED))
         loader = hooks.get_train_dataloader()
         self._plan, self._source, _ = plan_run(request.args, services, hooks, loader, None)
-        _refuse_unbuilt(self._plan)
+        _refuse_unbuilt(self._plan, request.args, on_device)
         pipelined = self._plan.dist.pipeline is not None
         # The stages of a pipeline divide the layers, so that all are run.
         self.stack = None if whole or pipelined else find_stack(hooks.model)
@@ -125,6 +127,10 @@ class Rehearsal:
         batches = (batch for group in self._source.groups(accumulation) for batch in group.batches)
         read = list(itertools.islice(batches, _READ))
         self._first, largest = read[0], max(read, key=_positions)
+        # A table has no row for what the model lacks, and tensors without memory have no values that would show it.
+        for batch in (self._first, largest):
+            self._request.services.faults.check(Fed("training", batch))
+        self._request.services.faults.warn_of_length(Fed("training", largest))
         number = min(accumulation, at_most)
         return UpdateBatch([largest] * number, [[]] * number, 0, 0, False)
 
@@ -380,11 +386,21 @@ def _adopt_gradient(meter: Meter, name: str, parameter: Tensor) -> None:
         meter.adopt(parameter.grad, GRADIENTS, name.rpartition(".")[0])
 
 
-def _refuse_unbuilt(plan: RunPlan) -> None:
-    """Raise ConfigError for runs that other code executes."""
+def _refuse_unbuilt(plan: RunPlan, args: TrainingArguments, on_device: bool) -> None:
+    """Raise ConfigError for runs that other code executes, and those that move memory between a device and the host."""
     if plan.dist.zero is not None:
         fix = "DeepSpeed's engine needs memory, so a plan of it is not built; plan the run with fsdp=True"
         raise ConfigError(Problem("deepspeed", "given", fix))
+    shard, options = plan.dist.shard, plan.transforms.recompute_options
+    on_host = {
+        "fsdp.cpu_offload": shard is not None and shard.cpu_offload,
+        "fsdp.activation_checkpointing_offload": shard is not None and shard.recompute_offload,
+        "activation_checkpointing_kwargs.offload": plan.transforms.recompute
+        and options.get("offload", False),
+        "activation_offloading": getattr(args, "activation_offloading", False),
+    }
+    fix = "keeps memory on the host, which a plan for a device does not follow: without it, it is planned at most"
+    refuse(Problem(name, True, fix) for name, is_set in on_host.items() if is_set and on_device)
 
 
 def _positions(batch: Any) -> int:

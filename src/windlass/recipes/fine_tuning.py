@@ -231,8 +231,8 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
 
     Raises:
         ConfigError: a resumed run asks for another base, another run is under way in this folder, or its adapters need
-            the base that this one would replace. CheckpointError: its folder cannot be written, or is not on all
-            machines; on all ranks.
+            the base that this one would replace. CheckpointError: its folder cannot be written, is not on all machines,
+            or is missing and the adapter of a resumed run needs it; on all ranks.
         KeyboardInterrupt: the user ends its training, which the next call continues.
     """
     from windlass.dist.lockstep import together
@@ -255,6 +255,11 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     if any(kept):
         raise CheckpointError(
             f"{folder} is not on all machines of the job: copy it, or let them share a folder"
+        )
+    if parts.resumed and recipe.adapter is not None:
+        raise CheckpointError(
+            f"{folder} is missing: the adapter of the run that is resumed was trained on this base. Copy the folder "
+            f"{FOLDER} of that run there"
         )
     # The base of a run that is under way in this folder is not replaced.
     run = RunFolder(args, all_ranks)

@@ -11,7 +11,7 @@ from typing import Any
 from windlass.config.arguments import TrainingArguments
 from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.locations import is_url, loading
+from windlass.core.locations import at_home, is_url, loading
 from windlass.core.optional import require
 from windlass.recipes.schema import Recipe, TokenizerTraining
 
@@ -82,7 +82,7 @@ def saved_tokenizer(args: TrainingArguments, resume: bool | str | None) -> Path 
     """
     if not resume:
         return None
-    path = Path(str(resume))
+    path = at_home(str(resume))
     if not isinstance(resume, str) or resume == "auto" or is_url(resume):
         is_remote = is_url(args.output_path) or is_url(str(resume))
         with args.main_process_first(desc="fetching the checkpoint") if is_remote else nullcontext():

@@ -265,7 +265,12 @@ class Evaluator:
             # Ranks without a batch, or with one that cannot be read, take part: the measurement is collective.
             if not self._loss.measured:
                 labelled = first is not None and has_labels(first[1], label_names)
-                self._loss.measure_labels(first[1] if first is not None and labelled else None, hooks)
+                try:
+                    self._loss.measure_labels(first[1] if first is not None and labelled else None, hooks)
+                except Exception as error:
+                    if first is not None:
+                        self._faults.explain(error, Fed("evaluation", first[1], first[0] or ()))
+                    raise
             if failure is not None:
                 raise failure
             if first is not None:

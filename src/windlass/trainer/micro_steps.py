@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,9 +36,15 @@ class MicroSteps(StepHooks):
         self._asked = context.plan.batches.asked
         self._division: StepDivision | None = None
 
-    def begin(self, batch: Any, accumulation: int) -> None:
-        """Before the first update: measure the loss on its first batch, and warm up the model."""
-        self._loss.measure(batch, self._hooks.loss, training=True)
+    def begin(self, batch: Any, accumulation: int, ids: Sequence[int] = ()) -> None:
+        """Before the first update: measure the loss on its first batch, and warm up the model. `ids`: the positions of
+        the samples in the dataset, if they are known.
+        """
+        try:
+            self._loss.measure(batch, self._hooks.loss, training=True)
+        except Exception as error:
+            self._faults.explain(error, Fed("training", batch, ids))
+            raise
         self._needs_count = self._loss.needs_count
         self._is_watched = self._loss.script.is_watched
         self.check_division(accumulation)

@@ -232,7 +232,7 @@ class RunTraining(LoopHooks):
         faults, batch = self._context.services.faults, group.batches[0]
         _check_batches(faults, group)
         try:
-            self.steps.begin(batch, self._run.fitter.size.accumulation)
+            self.steps.begin(batch, self._run.fitter.size.accumulation, group.ids[0])
         except Exception as error:
             if not self.too_large(error):
                 raise

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -42,12 +43,16 @@ class Replicated(DistributedDataParallel):
 
     forwards = 0
     advised = False
+    # The next backward reduces gradients; those of one since were not reduced. See `UnreducedGradients`.
+    reduces_next = unreduced = False
     # Names of buffers that PyTorch cannot send, which every forward shares as well, and the ranks of the wrapper.
     shared_apart: Sequence[str] = ()
     ranks: Gang
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += 1
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
+            self.reduces_next = True
         if self.shared_apart and self.require_forward_param_sync:
             broadcast(map(self.module.get_buffer, self.shared_apart), self.ranks)
         if self.advised or not (self.find_unused_parameters and self.require_backward_grad_sync):
@@ -82,6 +87,48 @@ def _advice_at_info() -> Iterator[None]:
         level.value = before
 
 
+class UnreducedGradients:
+    """Notes a second backward after the last forward: PyTorch reduces the gradients of the first one alone, and adds
+    those of the second on each rank by itself, so that the replicas would end apart.
+
+    By a hook of one parameter, which costs less than one of each: the first that is trained, on which the losses of a
+    model usually depend.
+    """
+
+    def __init__(self, wrapper: Replicated) -> None:
+        # The hook lasts as long as the parameter, which a script may keep when it has dropped the wrapper.
+        self._wrapper = weakref.ref(wrapper)
+        left_out = wrapper.parameters_to_ignore
+        trained = (p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in left_out)
+        self._hook = next(trained).register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, _: Tensor) -> None:
+        wrapper = self._wrapper()
+        if wrapper is None:
+            return
+        if wrapper.reduces_next:
+            # What was added before is reduced with it.
+            wrapper.reduces_next = wrapper.unreduced = False
+        elif wrapper.require_backward_grad_sync:
+            wrapper.unreduced = True
+
+    def check(self) -> None:
+        """Raises ModelError if an update would be made of such gradients."""
+        wrapper = self._wrapper()
+        if wrapper is None or not wrapper.unreduced:
+            return
+        wrapper.unreduced = False
+        raise ModelError(
+            "the gradients of a backward were not reduced over ranks: after a forward of the data-parallel wrapper "
+            "one backward reduces them, and this was another one, or its forward ran under no_sync. Add the losses and "
+            "pass their sum to backward, or call the model before each backward"
+        )
+
+    def stop(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+
 class DataParallel(Strategy):
     """Whole parameters and gradients on every rank.
 
@@ -111,6 +158,8 @@ class DataParallel(Strategy):
         # Under either option PyTorch finds unused parameters itself; otherwise the first update is checked.
         watched = not (self._wrapper.find_unused_parameters or plan.static_graph)
         self._watch = ReachedParameters(module, self._wrapper) if watched else None
+        # A static graph may reach a parameter several times in one backward.
+        self._unreduced = None if plan.static_graph else UnreducedGradients(self._wrapper)
 
     @property
     def model(self) -> nn.Module:
@@ -136,6 +185,8 @@ class DataParallel(Strategy):
             raise unfrozen()
 
     def check_used(self) -> None:
+        if self._unreduced is not None:
+            self._unreduced.check()
         if self._watch is not None and self._watch.seen:
             watch, self._watch = self._watch, None
             watch.stop()
@@ -164,9 +215,10 @@ class DataParallel(Strategy):
     def _release(self) -> None:
         # A process group that is still referenced at interpreter shutdown aborts the process.
         self._wrapper, self.own.differs = None, False
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        for watch in (self._watch, self._unreduced):
+            if watch is not None:
+                watch.stop()
+        self._watch = self._unreduced = None
 
 
 class _Parameters(nn.Module):
