@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.core.errors import ConfigError
-from windlass.launchers import _cause, debug_launcher, notebook_launcher
+from windlass.launchers import _cause, _traceback, debug_launcher, notebook_launcher
 
 
 def test_signatures_are_those_that_notebooks_know() -> None:
@@ -96,6 +97,10 @@ def test_the_reported_failure_is_the_cause_of_the_others(tmp_path: Path) -> None
         failures[rank] = ProcessFailure(rank, 1, 1, str(file))
     assert _cause(failures)[0] == 1
     assert _cause({0: failures[0]})[0] == 0, "the only one that is known"
+    # Without a file: it has called sys.exit, or was ended.
+    said = [_traceback(ProcessFailure(0, os.getpid(), code, str(tmp_path / "none"))) for code in (3, -9)]
+    assert said[0] == "It wrote no traceback: see its output above."
+    assert "SIGKILL" in said[1]
 
 
 def test_what_is_wrong_is_said_all_at_once() -> None:
@@ -112,6 +117,16 @@ def test_what_is_wrong_is_said_all_at_once() -> None:
     assert len(caught.value.problems) == 6
     with pytest.raises(ConfigError) as mistyped:
         notebook_launcher("train", 5, num_processes="2", node_rank=None, num_nodes=2)  # type: ignore[arg-type]
+
+    def generates() -> Iterator[int]:
+        yield 1
+
+    async def waits() -> None:
+        pass
+
+    for function in (generates, waits):
+        with pytest.raises(ConfigError, match="must be a plain function: a call of this one runs nothing"):
+            debug_launcher(function)
     assert [one.field for one in mistyped.value.problems] == [
         "function",
         "args",

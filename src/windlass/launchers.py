@@ -8,6 +8,7 @@ or a process group can crash or hang. The function and what it uses are sent to 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import sys
@@ -152,6 +153,8 @@ def _problems(
 ) -> Iterator[Problem]:
     if not callable(function):
         yield Problem("function", function, "must be a function: its name, without a call")
+    elif inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        yield Problem("function", function, "must be a plain function: a call of this one runs nothing of it")
     if not isinstance(args, Sequence) or isinstance(args, str):
         yield Problem("args", args, "must be a tuple of the function's arguments; of one: (argument,)")
     if not isinstance(count, Integral) or count < 1:
@@ -244,11 +247,11 @@ def _message(failure: ProcessFailure) -> str:
 
 
 def _traceback(failure: ProcessFailure) -> str:
-    """Return the traceback that the process wrote, else the message of torch."""
+    """Return the traceback that the process wrote, else the signal that ended it, or where to look."""
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message"))
-    return str(message or failure.message)
+    return str(failure.message) if failure.exitcode < 0 else "It wrote no traceback: see its output above."
 
 
 @contextlib.contextmanager

@@ -260,6 +260,10 @@ def reduced_once() -> None:
         with pytest.raises(ModelError, match="were not reduced over ranks"):
             optimizer.step()
         optimizer.zero_grad()
+    by_closure = torch.optim.LBFGS([model.module.weight])
+    with pytest.raises(ModelError, match="were not reduced over ranks"):
+        accelerator.prepare(by_closure).step(of_one_forward)
+    optimizer.zero_grad()
     # A backward that reduces takes those before it along.
     outside_of_no_sync()
     accelerator.backward(model(x).sum())

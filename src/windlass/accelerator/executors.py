@@ -213,11 +213,13 @@ class Executors:
             raise ModelError("an optimizer that takes a closure cannot run in fp16; use bf16 or fp32")
         if self.discards:
             return False, closure()
-        self.executor_of(optimizer)  # it refuses tensors of no model
+        strategy = self.executor_of(optimizer).strategy  # it refuses tensors of no model
 
         def checked() -> Any:
             value = closure()
             self._check_averaged(optimizer)
+            if strategy.reduces:
+                strategy.check_used()
             return value
 
         return True, optimizer.optimizer.step(checked)

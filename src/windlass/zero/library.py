@@ -160,6 +160,9 @@ class ZeroEngine:
                 "them: call backward before it, or step() after it"
             )
         self._has_gradients = True
+        if self.stage == 3:
+            # The engine counts a backward at the next forward: a second one would replace the gradients of the first.
+            self._optimizer.clear_backward_seen_flag()
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def multiply(self, factor: float) -> None:
