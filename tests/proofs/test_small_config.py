@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -90,3 +91,14 @@ def test_a_model_whose_kinds_of_layers_cannot_be_kept_is_refused(model_type: str
     config = transformers.CONFIG_MAPPING[model_type]()
     with pytest.raises(ModelError, match=f"type {model_type} {reason}"):
         check_kinds(config, shrink(config.to_dict(), config.attribute_map, TENSOR))
+
+
+def test_transformers_says_nothing_of_the_small_model(caplog: pytest.LogCaptureFixture) -> None:
+    """A run looks its layout up: a warning would be taken for one of its own model."""
+    config, library = transformers.CONFIG_MAPPING["gpt_oss"](), logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        check_kinds(config, shrink(config.to_dict(), config.attribute_map, TENSOR))
+    finally:
+        library.removeHandler(caplog.handler)
+    assert not caplog.records

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -201,7 +202,8 @@ def check_kinds(config: Any, small: dict[str, Any]) -> None:
     configuration may compute the kinds from sizes that other models do not have.
     """
     try:
-        made = type(config).from_dict(dict(small))
+        with _unsaid():
+            made = type(config).from_dict(dict(small))
     except Exception as error:  # they compare their sizes with each other, and raise errors of any class
         raise ModelError(
             f"a model of type {config.model_type} cannot be made small: {named(error)}"
@@ -212,6 +214,17 @@ def check_kinds(config: Any, small: dict[str, Any]) -> None:
             f"layers of a model of type {config.model_type} are of {wanted} kinds, of which its small model would have "
             f"{found}: nothing could be said of the others"
         )
+
+
+@contextlib.contextmanager
+def _unsaid() -> Iterator[None]:
+    """Within the body nothing is logged: transformers warns of a configuration that is not the user's."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _computed_kinds(config: Any) -> set[tuple[str, ...]]:
