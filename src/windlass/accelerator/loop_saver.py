@@ -223,10 +223,18 @@ class LoopSaver:
         store.on_all_ranks(step, hooked.make)
         weights = [model.state for model in models]
         store.on_all_ranks(step, lambda: self._call_save_hooks(weights, hooked.folder))
-        known = {id(model.state): model for model in models}
-        kept = [known.get(id(state)) or ModelState(state, in_parts=False) for state in weights]
+        kept = self._kept(models, weights)
         content = store.on_all_ranks(step, lambda: self._content.whole(states, kept, store.disks).encoded())
         return replace(content, write_model=hooked.move_into)
+
+    def _kept(self, models: list[ModelState], weights: list[dict[str, Tensor]]) -> list[ModelState]:
+        """What the main process has left in the list, on all ranks: hooks remove models under `if is_main_process`, and
+        each rank writes its part of a sharded one under the model's number. Collective.
+        """
+        numbers = {id(model.state): number for number, model in enumerate(models)}
+        added = iter([state for state in weights if id(state) not in numbers])
+        left = self._all_ranks.broadcast_object([numbers.get(id(state)) for state in weights])
+        return [ModelState(next(added, {})) if number is None else models[number] for number in left]
 
     def _call_save_hooks(self, weights: list[dict[str, Tensor]], folder: Path) -> None:
         for hook in self.save_hooks.values():
