@@ -10,6 +10,7 @@ import torch
 from tests.finetuning import small
 from tests.finetuning.preferences import pairs, settings
 from tests.finetuning.test_peft_adapters import ids, lora, quantized
+from tests.finetuning.vision_families import family
 
 from windlass import SFTTrainer
 from windlass.checkpoint.files import Files
@@ -50,6 +51,9 @@ def test_a_merged_model_computes_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.allclose(logits(merged), logits(model), atol=1e-6)
     assert not torch.allclose(logits(merged), logits(small.model().eval()), atol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "<eos>"
+    merge_adapter(tmp_path / "run", tmp_path / "halves", dtype=torch.bfloat16)
+    halves = AutoModelForCausalLM.from_pretrained(tmp_path / "halves").state_dict()
+    assert all(torch.equal(halves[name], value.bfloat16()) for name, value in merged.state_dict().items())
     words = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "parts"), "--merge"]
     assert main([*words, "--max-shard-size", "10KB"]) == 0
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 1
@@ -127,6 +131,17 @@ def test_a_reward_model_keeps_its_head(tmp_path: Path, task: str | None) -> None
     merge_adapter(tmp_path / "run", tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     assert torch.allclose(logits(merged), logits(trainer.model.eval()), atol=1e-6)
+
+
+def test_a_model_that_sees_images_keeps_its_processor(tmp_path: Path) -> None:
+    from transformers import AutoProcessor
+
+    model, processor = family("llava")
+    for part in (model, processor):
+        part.save_pretrained(tmp_path / "base")
+    peft.get_peft_model(model, lora()).save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", str(tmp_path / "base"))
+    assert AutoProcessor.from_pretrained(tmp_path / "merged").image_token == processor.image_token
 
 
 @pytest.mark.parametrize("tied", [False, True])

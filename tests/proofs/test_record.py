@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from windlass import TrainingArguments
+from windlass.core.errors import ModelError
 from windlass.proofs import record
-from windlass.proofs.record import Claim, arguments_that_matter, describe, find_record, write_record
+from windlass.proofs.record import (
+    Claim,
+    arguments_that_matter,
+    check_adapter,
+    describe,
+    find_record,
+    write_record,
+)
 from windlass.proofs.small_config import AxisLayout
 
 transformers = pytest.importorskip("transformers")
@@ -75,3 +83,17 @@ def test_arguments_that_change_what_is_computed_are_in_the_claim() -> None:
     )
     assert arguments_that_matter(args) == {"smoothing": True, "recompute": True}
     assert arguments_that_matter(TrainingArguments("out"), adapter=True) == {"clips": True, "adapter": True}
+    several = arguments_that_matter(TrainingArguments("out"), pipeline=("Interleaved1F1B", 2))
+    assert several == {"clips": True, "pipeline": ["Interleaved1F1B", 2]}
+    # Each of the two ranks has two stages, and each stage a layer.
+    layout = AxisLayout.parse("pp=2")
+    assert Claim.of(transformers.LlamaConfig(), layout, several).config["num_hidden_layers"] == 4
+
+
+def test_of_adapters_only_plain_lora_is_proven() -> None:
+    peft = pytest.importorskip("peft")
+    check_adapter(peft.LoraConfig(r=64, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ModelError, match="this one is a LoraConfig with modules_to_save, use_dora"):
+        check_adapter(peft.LoraConfig(use_dora=True, modules_to_save=["lm_head"]))
+    with pytest.raises(ModelError, match="this one is a PrefixTuningConfig"):
+        check_adapter(peft.PrefixTuningConfig(num_virtual_tokens=2))

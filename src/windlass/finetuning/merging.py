@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ def merge_adapter(
     dtype: torch.dtype | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
-    """Write the base with the adapter added to its weights into the folder `target`, with the tokenizer.
+    """Write the base with the adapter added to its weights into the folder `target`, with the tokenizer or processor.
 
     The base is loaded in the precision of its files: an adapter that was trained on a base of few bits is added to the
     weights from which those were made. A base whose files are quantized is dequantized first.
@@ -59,10 +60,16 @@ def merge_adapter(
         if getattr(model, "quantization_method", None) is not None:
             model = model.dequantize()
         if dtype is not None:
-            model = model.to(dtype)
-        merge(with_adapter(model, adapter)).save_pretrained(new, max_shard_size=max_shard_size)
+            model = model.to(torch.promote_types(model.dtype, dtype))
+        merged = merge(with_adapter(model, adapter))
+        # Rounded before, a weight would not change by less than half of its last bit.
+        if dtype is not None:
+            merged = merged.to(dtype)
+        merged.save_pretrained(new, max_shard_size=max_shard_size)
         if (tokenizer := first_tokenizer((str(adapter), name))) is not None:
             tokenizer.save_pretrained(new)
+        for path in _processor_files((adapter, at_home(name))):
+            shutil.copyfile(path, new / path.name)
         for path in new.rglob("*"):  # some tokenizers have folders of templates
             if path.is_file():
                 files.sync_file(path)
@@ -203,6 +210,11 @@ def first_tokenizer(places: Sequence[str]) -> Any:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             return auto.from_pretrained(place)
     return None
+
+
+def _processor_files(folders: Sequence[Path]) -> list[Path]:
+    """What a processor of images or sound is made of besides its tokenizer, in the first of the folders that has it."""
+    return next((found for folder in folders if (found := sorted(folder.glob("*processor*.json")))), [])
 
 
 def base_of(adapter: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.assemble.build import Built, build
-from windlass.callbacks.weight_averaging import SWACallback
-from windlass.checkpoint.adapters import find_adapter
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
 from windlass.core.attributes import attributes_of
@@ -26,7 +24,6 @@ from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.tensors import count_elements
 from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
-from windlass.dist.sharded import Absent
 from windlass.engine.splitting import Kind
 from windlass.forecast.devices import few_chunks, finite_gradients, kernels_of_devices, uncompiled
 from windlass.forecast.fake_weights import known_values, take_memory, with_values
@@ -40,12 +37,10 @@ from windlass.forecast.meter import (
     WEIGHTS,
     Meter,
     answer_of,
-    bytes_of,
     inner_parts,
-    whole_bytes_of,
 )
 from windlass.forecast.places import ModulePlaces
-from windlass.forecast.size import Size, held_by_updates
+from windlass.forecast.size import Size, held_by_updates, sizes_of_save
 from windlass.forecast.stack import find_stack
 from windlass.forecast.trace import Trace
 from windlass.metrics.predictions import key_of
@@ -232,7 +227,7 @@ class Rehearsal:
             meter.peaks,
             meter.work,
             meter.sent,
-            _sizes_of_save(model, built, services.events.average()),
+            sizes_of_save(model, built.executor.optimizer, services.events.average(), self._plan.save),
             self._facts(model),
         )
 
@@ -433,30 +428,6 @@ def _adopt_state(meter: Meter, model: nn.Module, built: Built) -> None:
         for value in state.values() if isinstance(state, Mapping) else ():
             for part in inner_parts(value) if isinstance(value, Tensor) else ():
                 meter.adopt(part, STATE, place)
-
-
-def _sizes_of_save(model: nn.Module, built: Built, average: SWACallback | None) -> dict[str, int]:
-    """Bytes of a checkpoint over all ranks, and of this rank's copy of it in host memory."""
-    adapter = find_adapter(model)  # its base is not saved
-    named = model.named_parameters(remove_duplicate=False)
-    weights = {id(p): p for name, p in named if adapter is None or name in adapter.names}.values()
-    staged = staged_of(model)
-    # Tied parameters of two stages are saved once.
-    copies: Collection[Tensor] = () if staged is None else set(staged.copies)
-    state = [
-        value
-        for parameter, entry in built.executor.optimizer.state.items()
-        for value in (entry.values() if isinstance(entry, Mapping) else ())
-        if isinstance(value, Tensor) and parameter not in copies
-    ]
-    here = [p for p in weights if not isinstance(p, Absent) and p not in copies]
-    # Rank 0 has all of it.
-    averaged = 0 if average is None else average.saved_bytes()
-    return {
-        "weights": sum(p.numel() * p.element_size() for p in weights) + averaged,
-        "optimizer state": sum(map(whole_bytes_of, state)),
-        "here": sum(map(bytes_of, (*here, *state))) + averaged,
-    }
 
 
 class _PartsOnDemand(Sequence[Tensor]):

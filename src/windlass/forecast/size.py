@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from windlass.callbacks.weight_averaging import SWACallback
+from windlass.checkpoint.adapters import find_adapter
+from windlass.config.plan import SavePlan
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.trees import tensors_in
+from windlass.dist.sharded import Absent
 from windlass.forecast.child import Child, apart
-from windlass.forecast.meter import whole_bytes_of
+from windlass.forecast.meter import bytes_of, whole_bytes_of
 from windlass.forecast.stack import find_stack
+from windlass.transforms.staged_model import staged_of
 
 
 class Size(NamedTuple):
@@ -72,3 +77,29 @@ def held_by_updates(
     except (ConfigError, ModelError):
         return 0
     return few + (more - few) * ((stack.length - stack.few) // stack.period)
+
+
+def sizes_of_save(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: SWACallback | None, plan: SavePlan
+) -> dict[str, int]:
+    """Bytes of a checkpoint over all ranks, and of this rank's copy of it in host memory."""
+    adapter = find_adapter(model)  # its base is not saved
+    named = model.named_parameters(remove_duplicate=False)
+    weights = {id(p): p for name, p in named if adapter is None or name in adapter.names}.values()
+    staged = staged_of(model)
+    # Tied parameters of two stages are saved once.
+    copies: Collection[Tensor] = () if staged is None else set(staged.copies)
+    state = [
+        value
+        for parameter, entry in optimizer.state.items()
+        for value in (entry.values() if isinstance(entry, Mapping) else ())
+        if isinstance(value, Tensor) and parameter not in copies and not plan.model_only
+    ]
+    here = [p for p in weights if not isinstance(p, Absent) and p not in copies]
+    # Rank 0 has all of it.
+    averaged = 0 if average is None else average.saved_bytes()
+    return {
+        "weights": sum(p.numel() * p.element_size() for p in weights) + averaged,
+        "optimizer state": sum(map(whole_bytes_of, state)),
+        "here": sum(map(bytes_of, (*here, *state))) + averaged,
+    }

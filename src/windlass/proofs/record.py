@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
+from windlass.core.errors import ModelError
 from windlass.core.locations import home_folder
 from windlass.core.optional import version_of
 from windlass.core.whole_file import parse_json, read_text, write_whole
@@ -25,16 +26,54 @@ if TYPE_CHECKING:
 
 SCHEMA = "windlass-prove/1"
 _LIBRARIES = ("torch", "transformers")
+# Options of LoRA that choose its sizes, places and first values alone. A proof has rank 2 on all linear layers.
+_OF_SIZES = frozenset(
+    (
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "peft_version",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    )
+)
+
+
+def check_adapter(config: Any) -> None:
+    """Raise ModelError unless an adapter of peft with this configuration computes as that of a proof, plain LoRA."""
+    kind, other = type(config).__name__, list[str]()
+    if kind == "LoraConfig":
+        plain = {name: value for name, value in vars(type(config)()).items() if name not in _OF_SIZES}
+        other = sorted(name for name, value in plain.items() if getattr(config, name, value) != value)
+    if kind != "LoraConfig" or other:
+        what = f"a {kind}{' with ' * bool(other)}{', '.join(other)}"
+        raise ModelError(f"of adapters only plain LoRA is proven, and this one is {what}")
 
 
 def arguments_that_matter(
-    args: TrainingArguments, adapter: bool = False, positions: bool = False
+    args: TrainingArguments,
+    adapter: bool = False,
+    positions: bool = False,
+    pipeline: tuple[str, int] = ("1F1B", 1),
 ) -> dict[str, Any]:
     """The arguments of a run on which it depends what a layout computes: names -> plain values.
 
     Args:
         adapter: only an adapter is trained.
         positions: ranks that divide layers divide the positions between them; see `DistPlan`.
+        pipeline: the schedule of a pipeline, and the stages of each of its ranks.
     """
     smoothing: float = args.label_smoothing_factor
     facts = {
@@ -43,6 +82,7 @@ def arguments_that_matter(
         "clips": bool(args.max_grad_norm),
         "adapter": adapter,
         "positions": positions,
+        "pipeline": None if pipeline == ("1F1B", 1) else list(pipeline),
         # Of fine-tuning, whose arguments have them.
         "tuning": hasattr(args, "completion_only_loss"),
         "loss": getattr(args, "loss_type", None),
@@ -63,7 +103,7 @@ class Claim:
     def of(cls, config: Any, layout: AxisLayout, facts: dict[str, Any]) -> Claim:
         """The claim for a model with this configuration of transformers. Raises ModelError if it cannot be shrunk."""
         tried = layout.reduced()
-        small = shrink(config.to_dict(), config.attribute_map, tried)
+        small = shrink(config.to_dict(), config.attribute_map, tried, facts.get("pipeline", (None, 1))[1])
         check_kinds(config, small)
         return cls(small, tried, facts)
 

@@ -161,13 +161,16 @@ _INSIDE_HEADS = {
 _NESTED = ("text_config", "vision_config", "encoder", "decoder")
 
 
-def shrink(config: Mapping[str, Any], names: Mapping[str, str], layout: AxisLayout) -> dict[str, Any]:
+def shrink(
+    config: Mapping[str, Any], names: Mapping[str, str], layout: AxisLayout, stages: int = 1
+) -> dict[str, Any]:
     """The configuration of the small model.
 
     Args:
         config: of a decoder of transformers, as `config.to_dict()` returns it.
         names: its `attribute_map`: common name of a size -> its name in `config`.
         layout: what is to divide the model.
+        stages: of each rank of a pipeline.
 
     Raises:
         ModelError: it is not the configuration of a decoder.
@@ -181,7 +184,7 @@ def shrink(config: Mapping[str, Any], names: Mapping[str, str], layout: AxisLayo
             raise ModelError(
                 f"the configuration of {kind} has no {name}, from which a small model would be made"
             )
-    _shrink_layers(found, max(2, layout.along("pp")))
+    _shrink_layers(found, max(2, layout.along("pp") * stages))
     _shrink_widths(found, layout)
     _shrink_experts(found, layout.along("ep", "tp"))
     _shrink_positions(found)

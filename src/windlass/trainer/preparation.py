@@ -23,7 +23,7 @@ from windlass.checkpoint.optimizer_state import check_nameable, sparse_momentum
 from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
-from windlass.config.plan import CallPlan, DistPlan, RunPlan, SavePlan
+from windlass.config.plan import CallPlan, DistPlan, PipelinePlan, RunPlan, SavePlan
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem, refuse
 from windlass.core.lazy import import_uncollected
 from windlass.core.locations import local_folder
@@ -36,7 +36,7 @@ from windlass.data.update_batch import GroupSource
 from windlass.dist.alike import check_alike, optimizer_facts
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import together
-from windlass.proofs.record import Claim, arguments_that_matter, describe
+from windlass.proofs.record import Claim, arguments_that_matter, check_adapter, describe
 from windlass.proofs.small_config import AxisLayout
 from windlass.trainer.batch_fitter import MemoryNote
 from windlass.trainer.column_checks import check_columns, given_datasets
@@ -108,9 +108,14 @@ def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: Dis
         f"{' parallel.tp_sequence_parallel=true' * dist.tensor_positions}"
     )
     try:
-        adapted = hasattr(model, "peft_config")
-        facts = arguments_that_matter(args, adapted, dist.tensor_positions)
+        adapters = getattr(model, "peft_config", {})
+        pipeline = dist.pipeline or PipelinePlan(1)
+        facts = arguments_that_matter(
+            args, bool(adapters), dist.tensor_positions, (pipeline.schedule, pipeline.stages_per_rank)
+        )
         check_proven_kind(model)
+        for adapter in adapters.values():
+            check_adapter(adapter)
         proven, line = describe(Claim.of(config, layout, facts), layout, command)
     except ModelError as error:
         proven, line = False, f"layout {layout}: not proven equal to one process: {error}"

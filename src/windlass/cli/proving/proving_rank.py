@@ -210,11 +210,13 @@ def _arguments(
 ) -> TrainingArguments:
     """The arguments of a layout; those of the recipe that matter are as the facts have them."""
     layout = trial.layout
-    sizes = {f"{axis}_size": size for axis, size in layout.sizes if axis != "dp"}
+    sizes: dict[str, Any] = {f"{axis}_size": size for axis, size in layout.sizes if axis != "dp"}
     if layout.along("dp") > 1:
         sizes["dp_replicate_size"] = layout.along("dp")
     if "positions" in trial.facts and layout.along("tp") > 1:
         sizes["tp_sequence_parallel"] = True
+    if "pipeline" in trial.facts and layout.along("pp") > 1:
+        sizes["pp_schedule"], sizes["pp_stages_per_process"] = trial.facts["pipeline"]
     return kind(
         str(folder / "run"),
         per_device_train_batch_size=trial.micro,

@@ -11,13 +11,16 @@ from windlass.cli.proving.small_training import ACCUMULATION, SmallTraining
 from windlass.config import kinds
 from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows
+from windlass.config.parallel.keys import Settings
 from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
 from windlass.config.parallel.sources import from_arguments
+from windlass.config.plan import SCHEDULES, usual_stages
 from windlass.core.errors import ConfigError, ModelError, Problem, first_line, named
 from windlass.core.locations import at_home
 from windlass.core.optional import require
-from windlass.proofs.record import Claim, arguments_that_matter
+from windlass.proofs.record import Claim, arguments_that_matter, check_adapter
 from windlass.proofs.small_config import AxisLayout
+from windlass.recipes.fine_tuning import build_adapter
 from windlass.recipes.modelling import config_of
 from windlass.recipes.recipe import check_draft, read_draft, training_arguments
 from windlass.recipes.schema import Recipe
@@ -78,9 +81,19 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
         fix = f"is not proven yet; tasks that are: {known}"
         raise ConfigError(Problem(draft.label("task"), recipe.task, fix))
     args = training_arguments(recipe.training, recipe.task)
-    positions = from_arguments(args).value(rows.TENSOR_POSITIONS)
-    facts = arguments_that_matter(args, recipe.adapter is not None, positions)
+    if (adapter := build_adapter(recipe)) is not None:
+        check_adapter(adapter)
+    settings = from_arguments(args)
+    facts = arguments_that_matter(
+        args, adapter is not None, settings.value(rows.TENSOR_POSITIONS), _pipeline(settings)
+    )
     return Subject(name or "the default recipe", _config(recipe), _layout(args), facts)
+
+
+def _pipeline(settings: Settings) -> tuple[str, int]:
+    """The schedule of a pipeline, by the name of its class, and the stages of each rank."""
+    schedule = next(name for name in SCHEDULES if name.lower() == settings.value(rows.PP_SCHEDULE))
+    return schedule, settings.value(rows.PP_STAGES) or usual_stages(schedule)
 
 
 def _of_model(overrides: Sequence[str]) -> bool:
