@@ -228,7 +228,12 @@ def removed_on_the_main_process() -> None:
     left = accelerator.prepare(nn.Sequential(*tiny(), nn.BatchNorm1d(1, dtype=torch.float64)))
     accelerator.register_save_state_pre_hook(lambda _, states, __: states.pop(0) if RANK == 0 else None)
     accelerator.register_load_state_pre_hook(lambda models, _: models.pop(0))  # type: ignore[arg-type, return-value]
-    comes_back(accelerator, left, accelerator.save_state(FOLDER / "removed" / "state"))
+    folder = accelerator.save_state(FOLDER / "removed" / "state")
+    comes_back(accelerator, left, folder)
+    # Of a load each process loads its own.
+    accelerator.register_load_state_pre_hook(lambda models, _: models.clear() if RANK == 0 else None)
+    with pytest.raises(CheckpointError, match="left other models on some processes"):
+        accelerator.load_state(folder)
 
 
 for sharded in (False, True):

@@ -130,10 +130,25 @@ class LoopSaver:
         models = [strategy.model for strategy in self._prepared.strategies]
         for hook in self.load_hooks.values():
             hook(models, str(checkpoint.folder))
+        if self.load_hooks:
+            self._compare_left(models)
         self._content.load(checkpoint, models)
         if self._project.automatic_checkpoint_naming:
             self._project.iteration = checkpoint.step + 1
         _log.info("Loaded the state of the loop from %s", checkpoint.folder)
+
+    def _compare_left(self, models: list[nn.Module]) -> None:
+        """Checkpoints number the models that hooks leave: with others left, ranks would load different weights.
+        Collective.
+        """
+        own = [id(strategy.model) for strategy in self._prepared.strategies]
+        left = [own.index(id(model)) if id(model) in own else None for model in models]
+        everywhere = self._all_ranks.gather_objects(left)
+        if any(other != left for other in everywhere):
+            raise CheckpointError(
+                f"load hooks have left other models on some processes than on others ({everywhere}, by number): "
+                "a hook loads its model, and removes it from the list, on every process"
+            )
 
     def finish(self) -> None:
         """Wait for the save in the background, if any, and raise `CheckpointError` if it failed. Collective."""

@@ -61,7 +61,7 @@ def check_and_set_device_map(device_map: Place | DeviceMap | None) -> DeviceMap 
 
 
 def places_of(device_map: DeviceMap) -> list[Place]:
-    """The different places of a map, in order. Raises ConfigError for one that is no device, or one that this process
+    """The different places of a map, in order. Raises ConfigError for one that is not a device, or that this process
     does not see; they are named.
     """
     places = list(dict.fromkeys(device_map.values()))
