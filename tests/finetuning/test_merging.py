@@ -94,14 +94,15 @@ def test_an_adapter_is_put_on_the_revision_that_it_was_trained_on(
     for seed, branch in enumerate(("main", "other")):
         (stored / "refs" / branch).write_text(branch)
         small.saved(stored / "snapshots" / branch, seed=seed)
-    options = {"model_init_kwargs": {"revision": "other"}, "max_steps": 1}
-    trainer = SFTTrainer(
-        "me/small", small.arguments(tmp_path / "run", **options), train_dataset=small.table(small.texts()),
-        peft_config=lora(),
-    )  # fmt: skip
-    trainer.save_model()
-    [model, _] = open_trained(str(tmp_path / "run"), None, "auto")
-    assert torch.allclose(logits(model), logits(trainer.model.eval()), atol=1e-6)
+    config = lora()
+    for branch in ({"revision": "other"}, {}):
+        trainer = SFTTrainer(
+            "me/small", small.arguments(tmp_path / "run", model_init_kwargs=branch),
+            train_dataset=small.table(small.texts()), peft_config=config,
+        )  # fmt: skip
+        trainer.save_model()
+        [model, _] = open_trained(str(tmp_path / "run"), None, "auto")
+        assert torch.allclose(logits(model), logits(trainer.model.eval()), atol=1e-6)
 
 
 def test_few_bits_are_merged_in_the_precision_of_the_base(tmp_path: Path) -> None:

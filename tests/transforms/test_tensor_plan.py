@@ -40,9 +40,10 @@ def test_tied_layers_are_divided_together_or_not_at_all() -> None:
     head_alone = {name: style for name, style in PLAN.items() if name != "embed"}
     assert set(chosen_layers(Net(head_alone, tied=True), 2)) == {"layers.0.up"}
     assert set(chosen_layers(Net(head_alone), 2)) == {"layers.0.up", "head"}
-    limited = Net(PLAN)
-    limited.embed = nn.Embedding(6, 4, max_norm=1.0).requires_grad_(False)
-    assert set(chosen_layers(limited, 2)) == {"layers.0.up", "head"}
+    whole = Net(PLAN)
+    for kind in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        whole.embed = nn.Embedding(6, 4, **kind).requires_grad_(False)
+        assert set(chosen_layers(whole, 2)) == {"layers.0.up", "head"}
     net = Net({"layers.*.up": "colwise", "other": "colwise"})
     net.other = nn.Linear(4, 8)
     assert set(chosen_layers(net, 2)) == {"layers.0.up", "other"}

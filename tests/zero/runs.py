@@ -10,7 +10,8 @@ import torch
 from tests.trainer.small import arguments, llama, rows, text_rows
 from torch import nn
 
-from windlass import Trainer
+from windlass import Trainer, TrainerCallback
+from windlass.core.errors import ModelError
 
 RANK, WORLD = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 AUTO = {
@@ -53,6 +54,24 @@ def trainer(folder: Path, stage: int, steps: int = 7, **changes: Any) -> Trainer
         **changes,
     )
     return Trainer(Net(), args, train_dataset=rows(50), eval_dataset=rows(11, seed=1))
+
+
+def unfreezing(folder: Path) -> list[str]:
+    """The errors at stages 1 and 3 of runs in which a frozen bias requires gradients after an update."""
+
+    class Unfreezes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            model.inner.bias.requires_grad_(True)
+
+    errors = []
+    for stage in (1, 3):
+        run = trainer(folder / str(stage), stage, steps=2)
+        run.add_callback(Unfreezes())
+        try:
+            run.train()
+        except ModelError as error:
+            errors.append(str(error))
+    return errors
 
 
 def language_trainer(folder: Path, stage: int, steps: int, **changes: Any) -> Trainer:

@@ -102,6 +102,11 @@ def test_parameters_of_several_dtypes_are_refused_at_stage_3(tmp_path: Path) -> 
         Trainer(model, arguments(tmp_path, **runs.config(3)), train_dataset=rows(8)).train()
 
 
+def test_parameters_that_are_unfrozen_in_a_run_are_refused(tmp_path: Path) -> None:
+    [errors] = on_ranks(1, runs.unfreezing, tmp_path)
+    assert ["frozen when the run began" in error for error in errors] == [True, True]
+
+
 def test_embeddings_that_rewrite_their_rows_are_refused_by_name(tmp_path: Path) -> None:
     model = runs.Net()
     model.table = torch.nn.Embedding(3, 2, max_norm=1.0)

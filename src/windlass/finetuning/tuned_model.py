@@ -182,10 +182,12 @@ def open_tuned_model(
 
 
 def _note_revision(adapted: Any, model: Any, args: TuningConfig) -> None:
-    """Note the revision of the base in the configuration of its adapter, which would be put on another one later."""
-    revision = (args.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
-    if isinstance(model, str) and revision is not None:
-        adapted.active_peft_config.revision = revision
+    """Note the revision of the base in the configuration of its adapter, which would be put on another one later. The
+    configuration may have that of an earlier trainer's base.
+    """
+    if isinstance(model, str):
+        options: Any = args.model_init_kwargs or {}
+        adapted.active_peft_config.revision = options.get("revision")
 
 
 def _check_loraplus(args: TuningConfig, model: nn.Module) -> None:

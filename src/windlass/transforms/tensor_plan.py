@@ -118,7 +118,9 @@ def _is_divisible(layer: nn.Module, ranks: int) -> bool:
         return False  # as one of which peft trains a copy
     weight: Any = layer.weight
     size = weight.shape[1 if is_transposed(layer) else 0]
-    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
+    if isinstance(layer, nn.Embedding) and (
+        layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
+    ):
         return False
     return bool(-(-size // ranks) * (ranks - 1) < size)
 

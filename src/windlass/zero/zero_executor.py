@@ -22,7 +22,7 @@ from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepHooks, StepResult, WeightAverage
-from windlass.transforms.strategy import Strategy, embedding_problems
+from windlass.transforms.strategy import Strategy, embedding_problems, unfrozen
 from windlass.zero.flat_optimizer import ZeroOptimizer
 from windlass.zero.library import ZeroEngine
 from windlass.zero.zero_model import ZeroModel
@@ -60,6 +60,7 @@ class ZeroExecutor:
         _check_optimizer(optimizer, plan)
         _check_model(module, plan)
         let_go(module)
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         own = ZeroOptimizer(optimizer)
         self._engine = ZeroEngine(module, own, plan.config, device, loss_ranks)
         own.use_engine(self._engine.places(), self._engine.zero_grad)
@@ -110,6 +111,8 @@ class ZeroExecutor:
         return self._norm
 
     def step(self) -> bool:
+        if any(p.requires_grad for p in self._frozen):  # which the engine does not update
+            raise unfrozen()
         norm, finite = self._engine.step(self._max_norm)
         self._norm = norm.to(self._device)
         applied = finite and not self._own.skips
