@@ -14,7 +14,16 @@ from tests.zero.needed import needs_deepspeed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
-from windlass import ParallelismConfig, SFTConfig, SFTTrainer, SWACallback, Trainer, TrainingArguments
+from windlass import (
+    DPOConfig,
+    DPOTrainer,
+    ParallelismConfig,
+    SFTConfig,
+    SFTTrainer,
+    SWACallback,
+    Trainer,
+    TrainingArguments,
+)
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.core.tensors import is_fake
 from windlass.forecast.child import apart
@@ -350,6 +359,24 @@ def test_a_loss_of_a_script_is_traced(tmp_path: Path) -> None:
     found = trace_of(start, 2)
     assert at_most(found, "logits") >= 4 * BATCH * LENGTH * VOCABULARY
     assert at_most(found, "other models") >= 4 * sum(p.numel() for p in llama(layers=3).parameters())
+
+
+def test_a_reference_is_held_unless_all_of_it_is_computed_before_training(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b", "chosen": " c d", "rejected": " e"}] * 4
+
+    def held(**options: Any) -> int:
+        def start() -> None:
+            args = DPOConfig(
+                str(tmp_path), max_steps=1, use_cpu=True, report_to="none", bf16=False, **options
+            )
+            DPOTrainer(
+                small.model(), args=args, train_dataset=rows, processing_class=small.tokenizer()
+            ).train()
+
+        return at_most(trace_of(start), "other models")
+
+    assert held() == 4 * sum(p.numel() for p in small.model().parameters())
+    assert held(precompute_ref_log_probs=True) == 0
 
 
 def test_what_the_run_refuses_is_refused(tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ def test_arguments_that_change_what_is_computed_are_in_the_claim() -> None:
     )
     assert arguments_that_matter(args) == {"smoothing": True, "recompute": True}
     assert arguments_that_matter(TrainingArguments("out"), adapter=True) == {"clips": True, "adapter": True}
+    of_shards = arguments_that_matter(TrainingArguments("out"), recompute=True)
+    assert of_shards == {"clips": True, "recompute": True}
     several = arguments_that_matter(TrainingArguments("out"), pipeline=("Interleaved1F1B", 2))
     assert several == {"clips": True, "pipeline": ["Interleaved1F1B", 2]}
     # Each of the two ranks has two stages, and each stage a layer.

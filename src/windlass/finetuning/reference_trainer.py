@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
 from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.pair_encoder import PairRows
+from windlass.trainer.instead import takes_place
 from windlass.trainer.services import spread_in_stages
 from windlass.transforms.model_limits import ModelLimits
 from windlass.transforms.staged_model import staged_of
@@ -158,7 +160,8 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
         choice, self._key = self._choice, None if own_collator else self._settings_key()
         if self._engine.dist.pipeline is not None:
             refuse(self.args.stage_problems())
-        self._source_hash = self._hash_of(choice.source) if self.args.precompute_ref_log_probs else None
+        computes = self.args.precompute_ref_log_probs and not takes_place()
+        self._source_hash = self._hash_of(choice.source) if computes else None
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._divide_in_stages()
         self._reference = choice.prepared(self.accelerator, self._in_stages, sharded=divided)
@@ -212,6 +215,10 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
             fix = "needs rows that can be counted, prepared by this trainer; a stream has none. Leave it out"
             raise ConfigError(Problem("precompute_ref_log_probs", True, f"{fix} ({name})"))
         if set(self.REFERENCE_COLUMNS) <= set(rows.numbers):
+            return rows
+        if takes_place():  # the reference has weights without values
+            for column in self.REFERENCE_COLUMNS:
+                rows = rows.with_numbers(column, np.zeros(len(rows)))
             return rows
         key = None
         if self._key is not None and self._source_hash is not None:

@@ -201,6 +201,9 @@ class Meter(TorchDispatchMode):
     def _find_others(self, *given: Any) -> None:
         """What is read and was not made here: the weights of a reference, or of a teacher, which no list names."""
         for part in itertools.chain.from_iterable(map(inner_parts, tensors_in(given))):
+            # Others are numbers of the code, which are small.
+            if not is_fake(part) or getattr(part, "constant", None) is not None:
+                continue
             storage = part.untyped_storage()
             if storage._cdata not in self._blocks:
                 self._enter(storage, Owner(self._kind or OTHERS, ""), forward=False)

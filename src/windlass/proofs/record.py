@@ -67,6 +67,7 @@ def arguments_that_matter(
     adapter: bool = False,
     positions: bool = False,
     pipeline: tuple[str, int] = ("1F1B", 1),
+    recompute: bool = False,
 ) -> dict[str, Any]:
     """The arguments of a run on which it depends what a layout computes: names -> plain values.
 
@@ -74,11 +75,12 @@ def arguments_that_matter(
         adapter: only an adapter is trained.
         positions: ranks that divide layers divide the positions between them; see `DistPlan`.
         pipeline: the schedule of a pipeline, and the stages of each of its ranks.
+        recompute: the settings of FSDP ask for it, which arguments have too.
     """
     smoothing: float = args.label_smoothing_factor
     facts = {
         "smoothing": smoothing > 0,
-        "recompute": bool(args.gradient_checkpointing),
+        "recompute": recompute or bool(args.gradient_checkpointing),
         "clips": bool(args.max_grad_norm),
         "adapter": adapter,
         "positions": positions,

@@ -111,7 +111,11 @@ def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: Dis
         adapters = getattr(model, "peft_config", {})
         pipeline = dist.pipeline or PipelinePlan(1)
         facts = arguments_that_matter(
-            args, bool(adapters), dist.tensor_positions, (pipeline.schedule, pipeline.stages_per_rank)
+            args,
+            bool(adapters),
+            dist.tensor_positions,
+            (pipeline.schedule, pipeline.stages_per_rank),
+            dist.shard is not None and dist.shard.recompute,
         )
         check_proven_kind(model)
         for adapter in adapters.values():

@@ -85,7 +85,11 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
         check_adapter(adapter)
     settings = from_arguments(args)
     facts = arguments_that_matter(
-        args, adapter is not None, settings.value(rows.TENSOR_POSITIONS), _pipeline(settings)
+        args,
+        adapter is not None,
+        settings.value(rows.TENSOR_POSITIONS),
+        _pipeline(settings),
+        is_sharded(settings) and settings.value(rows.FSDP_RECOMPUTE),
     )
     return Subject(name or "the default recipe", _config(recipe), _layout(args), facts)
 
