@@ -222,6 +222,20 @@ def adapters(shard: bool) -> None:
     assert all(map(torch.equal, weights(accelerator, model), before))
 
 
+def removed_on_the_main_process() -> None:
+    """Hooks remove a model under `if is_main_process`: each rank writes its part of the one that is left."""
+    accelerator, _ = trained(True)
+    left = accelerator.prepare(nn.Sequential(*tiny(), nn.BatchNorm1d(1, dtype=torch.float64)))
+    accelerator.register_save_state_pre_hook(lambda _, states, __: states.pop(0) if RANK == 0 else None)
+    accelerator.register_load_state_pre_hook(lambda models, _: models.pop(0))  # type: ignore[arg-type, return-value]
+    folder = accelerator.save_state(FOLDER / "removed" / "state")
+    comes_back(accelerator, left, folder)
+    # Of a load each process loads its own.
+    accelerator.register_load_state_pre_hook(lambda models, _: models.clear() if RANK == 0 else None)
+    with pytest.raises(CheckpointError, match="left other models on some processes"):
+        accelerator.load_state(folder)
+
+
 for sharded in (False, True):
     for behind in (False, True):
         on_disks_of_their_own(sharded, behind)
@@ -232,6 +246,7 @@ for together in (False, True):
     behind_a_url(together)
 committed_when_all_have_written()
 failed_on_one()
+removed_on_the_main_process()
 for layout in (WHOLE, PARTS):
     failed_to_return_its_state(layout)
 print("SAVED ON ALL")

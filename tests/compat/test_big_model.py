@@ -296,8 +296,18 @@ def test_maps_that_cannot_be_honoured(tmp_path: Path) -> None:
         dispatch_model(seeded(), MAPS[1])
     with pytest.raises(ConfigError, match=r"devices \[64\]"):
         dispatch_model(seeded(), {"": 64})
-    with pytest.raises(ConfigError, match="sequential"):
-        load_checkpoint_and_dispatch(seeded(), tmp_path, device_map="evenly")
+    for words in ("evenly", ["cpu"]):
+        with pytest.raises(ConfigError, match="sequential"):
+            load_checkpoint_and_dispatch(seeded(), tmp_path, device_map=words)  # type: ignore[arg-type]
+    # Before the checkpoint, of which there is none, is looked for.
+    for device_map, words in (
+        ({"": 64}, r"devices \[64\]"),
+        ({"": "gpu"}, r"devices \['gpu'\]"),
+        ({"": "cuda:64"}, r"devices \['cuda:64'\]"),
+        ({"blocks": "cpu"}, "no place for"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_checkpoint_and_dispatch(seeded(), tmp_path, device_map=device_map)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_of_models() -> None:

@@ -151,7 +151,13 @@ def test_groups_return_after_a_step_that_failed() -> None:
         p: Place(buffer, 0, 4, p.shape, 0, ((0, 0, 4),)) for p, buffer in zip(parameters, flat, strict=True)
     }
     own.use_engine(places, lambda: None)
+    further = {"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.3}
+    for given in (own, optimizer):  # scripts have the second one
+        with pytest.raises(ModelError, match="would never update those of a new group"):
+            given.add_param_group(further)
     own.param_groups = [own.param_groups[0]]
     own.release()
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     assert [group["params"] for group in optimizer.param_groups] == [[p] for p in parameters]
+    optimizer.add_param_group(further)
+    assert len(optimizer.param_groups) == 3

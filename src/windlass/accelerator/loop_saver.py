@@ -130,10 +130,25 @@ class LoopSaver:
         models = [strategy.model for strategy in self._prepared.strategies]
         for hook in self.load_hooks.values():
             hook(models, str(checkpoint.folder))
+        if self.load_hooks:
+            self._compare_left(models)
         self._content.load(checkpoint, models)
         if self._project.automatic_checkpoint_naming:
             self._project.iteration = checkpoint.step + 1
         _log.info("Loaded the state of the loop from %s", checkpoint.folder)
+
+    def _compare_left(self, models: list[nn.Module]) -> None:
+        """Checkpoints number the models that hooks leave: with others left, ranks would load different weights.
+        Collective.
+        """
+        own = [id(strategy.model) for strategy in self._prepared.strategies]
+        left = [own.index(id(model)) if id(model) in own else None for model in models]
+        everywhere = self._all_ranks.gather_objects(left)
+        if any(other != left for other in everywhere):
+            raise CheckpointError(
+                f"load hooks have left other models on some processes than on others ({everywhere}, by number): "
+                "a hook loads its model, and removes it from the list, on every process"
+            )
 
     def finish(self) -> None:
         """Wait for the save in the background, if any, and raise `CheckpointError` if it failed. Collective."""
@@ -223,10 +238,18 @@ class LoopSaver:
         store.on_all_ranks(step, hooked.make)
         weights = [model.state for model in models]
         store.on_all_ranks(step, lambda: self._call_save_hooks(weights, hooked.folder))
-        known = {id(model.state): model for model in models}
-        kept = [known.get(id(state)) or ModelState(state, in_parts=False) for state in weights]
+        kept = self._kept(models, weights)
         content = store.on_all_ranks(step, lambda: self._content.whole(states, kept, store.disks).encoded())
         return replace(content, write_model=hooked.move_into)
+
+    def _kept(self, models: list[ModelState], weights: list[dict[str, Tensor]]) -> list[ModelState]:
+        """What the main process has left in the list, on all ranks: hooks remove models under `if is_main_process`, and
+        each rank writes its part of a sharded one under the model's number. Collective.
+        """
+        numbers = {id(model.state): number for number, model in enumerate(models)}
+        added = iter([state for state in weights if id(state) not in numbers])
+        left = self._all_ranks.broadcast_object([numbers.get(id(state)) for state in weights])
+        return [ModelState(next(added, {})) if number is None else models[number] for number in left]
 
     def _call_save_hooks(self, weights: list[dict[str, Tensor]], folder: Path) -> None:
         for hook in self.save_hooks.values():

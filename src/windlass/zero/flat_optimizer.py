@@ -18,7 +18,7 @@ from windlass.checkpoint.optimizer_state import (
     part_mark,
 )
 from windlass.checkpoint.tensor_file import Deferred, read_run
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
 from windlass.core.types import State
 from windlass.dist.flat import FlatParts
 from windlass.zero.library import Place
@@ -49,6 +49,7 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
         self._discard: Callable[[], None] = _nothing
         self._engine_groups: list[dict[str, Any]] = []
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -74,6 +75,13 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
         """Discard the gradients that the engine keeps."""
         self._discard()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ModelError: the engine has divided the parameters, and would not update others."""
+        raise ModelError(
+            "DeepSpeed has divided the parameters of this optimizer, and would never update those of a new group: put "
+            "them into a group before train() or prepare(), whose learning rate is 0 until they are to be trained"
+        )
+
     def use_engine(self, places: Mapping[nn.Parameter, Place], discard: Callable[[], None]) -> None:
         """Called once the engine has divided the parameters, with what discards its gradients."""
         self._places, self._discard = places, discard
@@ -93,7 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
             current = next(settings) if any(p in self._places for p in members) else group
             group.update({**current, "params": members})
         self.param_groups[:] = [group for group, _ in self._groups]
-        del self.optimizer.zero_grad  # its class's again
+        del self.optimizer.zero_grad, self.optimizer.add_param_group  # its class's again
         self._discard, self._released = _nothing, True
 
     def _entry(self, place: Place) -> dict[str, Any]:

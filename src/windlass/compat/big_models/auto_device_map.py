@@ -28,6 +28,7 @@ from windlass.compat.big_models.device_memory import (
     top_level,
 )
 from windlass.compat.big_models.module_tensors import Place, find_tied_parameters
+from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.output import say
@@ -54,9 +55,36 @@ def check_and_set_device_map(device_map: Place | DeviceMap | None) -> DeviceMap 
         return {"": device_map}
     try:
         return {"": torch.device(device_map)}
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         fix = f"give a device such as 'cpu' or 'cuda:0', a map, or one of {', '.join(STRATEGIES)}"
         raise ConfigError(Problem("device_map", device_map, fix)) from None
+
+
+def places_of(device_map: DeviceMap) -> list[Place]:
+    """The different places of a map, in order. Raises ConfigError for one that is not a device, or that this process
+    does not see; they are named.
+    """
+    places = list(dict.fromkeys(device_map.values()))
+    if absent := [place for place in places if not _is_there(place)]:
+        seen = visible_devices()
+        fix = f"names devices {absent}, and {seen} accelerators are visible, by their numbers from 0; others are 'cpu' "
+        raise ConfigError(Problem("device_map", dict(device_map), f"{fix}and 'disk'"))
+    return places
+
+
+def _is_there(place: Place) -> bool:
+    if isinstance(place, int):
+        return 0 <= place < visible_devices()
+    try:
+        device = torch.device("cpu" if place == "disk" else place)
+    except (RuntimeError, TypeError):
+        return False
+    # PyTorch does not count the devices of XLA.
+    if device.type in ("cpu", "meta", "xla"):
+        return True
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_type = accelerator is not None and accelerator.type == device.type
+    return is_type and (device.index or 0) < visible_devices()
 
 
 def lookup(device_map: DeviceMap, name: str) -> Place | None:

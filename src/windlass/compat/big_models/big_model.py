@@ -33,6 +33,7 @@ from windlass.compat.big_models.auto_device_map import (
     check_and_set_device_map,
     check_device_map,
     infer_auto_device_map,
+    places_of,
     without_nesting,
 )
 from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model
@@ -56,7 +57,6 @@ from windlass.compat.big_models.offloaded import (
 )
 from windlass.config.kinds import TRUE
 from windlass.core.attributes import attributes_of
-from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
 
@@ -264,7 +264,7 @@ def dispatch_model(
         ModelError: the data of a weight is missing.
     """
     check_device_map(model, device_map)
-    places = _visible_places(device_map)
+    places = places_of(device_map)
     if len(places) == 1 and "disk" not in places and not force_hooks:
         model.to(places[0])
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -291,15 +291,6 @@ def dispatch_model(
     _guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
-
-
-def _visible_places(device_map: DeviceMap) -> list[Place]:
-    """The different places of a map, in order."""
-    places = list(dict.fromkeys(device_map.values()))
-    if absent := [place for place in places if isinstance(place, int) and place >= visible_devices()]:
-        fix = f"names devices {sorted(absent)}; {visible_devices()} accelerators are visible"
-        raise ConfigError(Problem("device_map", dict(device_map), fix))
-    return places
 
 
 def _offloaded_weights(
@@ -377,6 +368,9 @@ def load_checkpoint_and_dispatch(
         chosen = infer_auto_device_map(
             model, room, no_split_module_classes, dtype, offload_buffers=offload_buffers
         )
+    if chosen is not None:
+        # Before a weight is loaded.
+        check_device_map(model, chosen)
     load_checkpoint_in_model(
         model,
         checkpoint,

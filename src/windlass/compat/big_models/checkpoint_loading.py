@@ -19,7 +19,12 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import shorten
 from windlass.checkpoint.stored import PICKLED, Folder, StoredTensors, open_weights
 from windlass.checkpoint.weights import WEIGHTS_NAME
-from windlass.compat.big_models.auto_device_map import DeviceMap, check_tied_parameters_on_same_device, lookup
+from windlass.compat.big_models.auto_device_map import (
+    DeviceMap,
+    check_tied_parameters_on_same_device,
+    lookup,
+    places_of,
+)
 from windlass.compat.big_models.module_tensors import (
     META,
     Place,
@@ -127,7 +132,7 @@ def _check_arguments(
     broadcast_from_rank0: bool,
 ) -> None:
     problems = []
-    if device_map is not None and "disk" in device_map.values() and offload_folder is None:
+    if device_map is not None and "disk" in places_of(device_map) and offload_folder is None:
         fix = "the device map puts modules on disk: name a folder for the index of their weights"
         problems.append(Problem("offload_folder", None, fix))
     if offload_8bit_bnb:
