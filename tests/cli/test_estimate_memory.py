@@ -252,3 +252,12 @@ def test_a_model_of_images_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
               num_attention_heads=1, image_size=8, patch_size=4).save_pretrained(tmp_path)  # fmt: skip
     assert main(["estimate-memory", str(tmp_path), "--batch_size", "2"]) == 2
     assert "cannot be run on input_ids and labels" in capsys.readouterr().err
+
+
+def test_a_config_without_a_class_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}'
+    )
+    assert main(["estimate-memory", str(path), "--batch_size", "1"]) == 2
+    assert "names no class in `architectures`, so LlamaModel is made of it" in capsys.readouterr().err

@@ -63,6 +63,11 @@ def estimate_memory_command(words: list[str]) -> int:
                 f"{type(model).__name__} cannot be run on input_ids and labels alone; `windlass plan` predicts the "
                 "memory of a script that trains it"
             )
+        if not model.config.architectures:
+            raise ModelError(
+                f"{options.model} names no class in `architectures`, so {type(model).__name__} is made of it, which "
+                'has no loss: add the class that is trained, such as "architectures": ["LlamaForCausalLM"]'
+            )
         return _answer_training(options, facts)
     dtypes = options.dtypes or list(DTYPES)
     sizes = estimate(model, dtypes)
