@@ -17,7 +17,7 @@ _Results = Iterable[dict[str, Any]]
 def write(results: _Results, command: str, page: Path | None, own: str = "standard") -> None:
     """Print the tables of a set of cases, and put them into the page's section where one is given."""
     told = list(results)
-    text = "\n\n".join([by_case(told, SETS[own]), by_kind(told), caption(facts(), command)])
+    text = "\n\n".join([by_case(told, SETS[own]), by_kind(told), caption({**facts(), "command": command})])
     print(text)
     if page is not None:
         rewrite(page, SECTIONS[own], text)

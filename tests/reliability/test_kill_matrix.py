@@ -14,6 +14,7 @@ from tests.reliability.cases import TRIALS, ZERO_TRIALS, StepsAndScores, Trial
 from tests.reliability.faults import FAULTS, INTERRUPTS, KILLS, LEAVES, Fault
 from tests.reliability.histories import History, Plan, make_clean
 from tests.reliability.kill_matrix import matrix_in, memory
+from tests.reliability.table import write
 from tests.trainer.resume_cases import Case
 from tests.zero.needed import needs_deepspeed
 
@@ -134,3 +135,18 @@ def test_a_checkpoint_that_is_lost_is_found(tmp_path: Path) -> None:
     lost = [one for one in told if one["lost"]]
     assert lost, told
     assert "newest whole checkpoint is 0, after 1 stood" in lost[0]["problems"][0]
+
+
+def test_the_tables_are_written_into_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin: kill matrix -->\n<!-- end: kill matrix -->\n")
+    told = {
+        "trial": TRIALS[0].name,
+        "struck": [next(iter(KILLS))],
+        "problems": [],
+        "lost": False,
+        "differs": False,
+    }
+    write([told], "python -m tests.reliability.kill_matrix --kills 1", page)
+    assert f"| {TRIALS[0].name} | 1 | 0 | 0 | 0 | 1 | 1 | 0 | 0 |" in page.read_text()
+    assert "`python -m tests.reliability.kill_matrix --kills 1` on " in page.read_text()
