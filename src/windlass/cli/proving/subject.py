@@ -20,7 +20,6 @@ from windlass.core.locations import at_home
 from windlass.core.optional import require
 from windlass.proofs.record import Claim, arguments_that_matter, check_adapter
 from windlass.proofs.small_config import AxisLayout
-from windlass.recipes.fine_tuning import build_adapter
 from windlass.recipes.modelling import config_of
 from windlass.recipes.recipe import check_draft, read_draft, training_arguments
 from windlass.recipes.schema import Recipe
@@ -81,6 +80,9 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
         fix = f"is not proven yet; tasks that are: {known}"
         raise ConfigError(Problem(draft.label("task"), recipe.task, fix))
     args = training_arguments(recipe.training, recipe.task)
+    # It takes torch, which help does not wait for.
+    from windlass.recipes.fine_tuning import build_adapter
+
     if (adapter := build_adapter(recipe)) is not None:
         check_adapter(adapter)
     settings = from_arguments(args)
