@@ -283,6 +283,13 @@ def test_chunks_are_refused_where_transformers_counts_them_over_the_row(
             pass
 
 
+def test_weights_that_are_not_finite_are_not_taken_for_a_leak() -> None:
+    model = _model("llama")
+    model.get_input_embeddings().weight.data.fill_(float("nan"))
+    with documents_apart(model), pytest.raises(ModelError, match="returns logits that are not finite"):
+        refuse_leaks(model)
+
+
 def test_a_model_without_positions_is_refused() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:

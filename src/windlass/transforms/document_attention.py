@@ -7,6 +7,7 @@ attended by itself, and the results are joined. That costs the square of each do
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -106,6 +107,10 @@ def refuse_leaks(model: nn.Module) -> None:
     dtype, one, other = one.dtype, one.cpu().double(), other.cpu().double()
     difference = (one - other).abs().max().item()
     scale = one.abs().max().item()
+    if not math.isfinite(difference):
+        raise ModelError(
+            f"{type(model).__name__} returns logits that are not finite for a short row: look at its weights"
+        )
     if not difference <= _roundings(model, dtype) * torch.finfo(dtype).eps * scale:
         raise ModelError(
             f"{type(model).__name__} lets documents of a packed row see each other: other tokens in one document "
