@@ -122,7 +122,10 @@ class NativeExecutor:
 
     def add_aux(self, factor: Tensor) -> None:
         for parameter, gradient in self._aux_gradients.items():
-            scaled = laid_out_as(gradient * factor.to(gradient.dtype), parameter)
+            # Not in place: autograd may have returned one tensor for several parameters.
+            wide = torch.promote_types(gradient.dtype, torch.float32)  # as in `Strategy.multiply`
+            product = (gradient.to(wide) * factor.to(gradient.device, wide)).to(gradient.dtype)
+            scaled = laid_out_as(product, parameter)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         self._aux_gradients = {}
 
