@@ -111,8 +111,8 @@ def _parts(shaped: Mapping[str, Shaped], limit: int) -> list[list[str]]:
 
 
 def left_over(names: Iterable[str], written: Collection[str]) -> list[str]:
-    """Those of `names`, of files in a folder, that an earlier save of the weights which are now in the files `written`
-    left there, complete or not: a reader would find two sets of weights.
+    """The files among `names` that an earlier save of the weights left, complete or not, in the folder where they are
+    now in the files `written`: a reader would find two sets of weights.
     """
     of_model = (WEIGHTS_NAME, SPLIT_INDEX_NAME)
     if not any(name in written for name in of_model):
