@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.trainer.test_losses import trainer_for
-
 from torch import Tensor, nn
 
 from windlass import LossTerms, Trainer
