@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.faults import CountingFiles, failing, save, vanish
 from tests.checkpoint.test_faults import in_child
 
-from windlass.checkpoint.export import ExportOptions, export_file, export_folder
+from windlass.checkpoint.export import ExportOptions, export_file, export_folder, model_files
 from windlass.checkpoint.stored import Folder, open_folder
 from windlass.checkpoint.weights import ALIASES_KEY, save_weights
 from windlass.core.errors import CheckpointError
@@ -109,6 +109,24 @@ def test_folders_beside_the_weights_are_not_companions(tmp_path: Path) -> None:
     assert files.operations[-3:] == ["fsync_folder tmp-out", "rename tmp-out", flush]
     export_file(source(tmp_path, 1), tmp_path / "file", ExportOptions(), files)
     assert files.operations[-2:] == ["rename tmp-file", flush]
+
+
+def test_what_tokenizers_of_few_models_and_named_templates_need_goes_along(tmp_path: Path) -> None:
+    made, out = tmp_path / "in", tmp_path / "out"
+    taken = {"source.spm", "vocab-src.json", "normalizer.json", "additional_chat_templates/tool_use.jinja"}
+    taken |= {"qformer_tokenizer/vocab.txt", "qformer_tokenizer/additional_chat_templates/a.jinja"}
+    left = {"checkpoint-1/additional_chat_templates/rag.jinja", "additional_chat_templates/notes.txt"}
+    for name in taken | left | {"adapter_config.json"}:
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text("{}")
+    save_file({WEIGHT: torch.ones(2)}, made / "model.safetensors")
+    for _ in range(2):
+        export_folder(open_folder(made), out, ExportOptions(force=True))
+        assert open_folder(out).names == {*taken, "model.safetensors"}
+    assert model_files(open_folder(made)) == sorted({*taken, "model.safetensors"})
+    (out / "qformer_tokenizer/notes.md").touch()
+    with pytest.raises(CheckpointError, match="not a folder that an export wrote"):
+        export_folder(open_folder(made), out, ExportOptions(force=True))
 
 
 def test_counters_keep_their_dtype_and_names_their_ties(tmp_path: Path) -> None:

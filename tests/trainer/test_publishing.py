@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
 from tests.hub.server import Hub
 from tests.trainer.small import Net, arguments, rows
 
@@ -57,6 +58,21 @@ def test_only_plain_files_of_the_model_are_published(hub: Hub, token: str, tmp_p
     ):
         trainer.push_to_hub()
     assert set(hub.files("someone/mine")) == {"model.safetensors", "README.md", *maps, *code}
+
+
+def test_an_adapter_is_published_without_whole_weights_of_an_earlier_run(
+    hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft")
+    trainer = Trainer(Net(), arguments(tmp_path / "mine", hub_token=token), train_dataset=rows(8))
+    trainer.save_model()
+    assert "earlier save" not in caplog.text
+    lines = [name for name, part in Net().named_modules() if isinstance(part, torch.nn.Linear)]
+    tuned = peft.get_peft_model(Net(), peft.LoraConfig(target_modules=lines))
+    Trainer(tuned, trainer.args, train_dataset=rows(8)).push_to_hub()
+    assert "has model.safetensors of an earlier save beside adapter_model.safetensors" in caplog.text
+    names = {"adapter_model.safetensors", "adapter_config.json", "README.md"}
+    assert set(hub.files("someone/mine")) == names
 
 
 def test_another_branch(hub: Hub, token: str, tmp_path: Path) -> None:

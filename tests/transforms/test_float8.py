@@ -14,10 +14,12 @@ from tests.dist.launch import on_ranks
 from torch import Tensor, nn
 
 from windlass import Accelerator, Trainer, TrainingArguments
+from windlass.checkpoint.weights import save_weights
 from windlass.compat.plugins import AORecipeKwargs
 from windlass.config.plan import Float8Plan
 from windlass.core.errors import ConfigError
 from windlass.transforms.float8 import apply_float8
+from windlass.utils.other import clean_state_dict_for_safetensors
 
 pytest.importorskip("torchao")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -70,6 +72,20 @@ def rounded(x: Tensor, dtype: torch.dtype, dims: tuple[int, ...]) -> Tensor:
     return (x * scale.float()).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(
         dtype
     ).float() / scale.float()
+
+
+def test_weights_that_a_script_wrapped_for_a_gather_are_all_saved(tmp_path: Path) -> None:
+    """Such a tensor claims the address 0, as every other does."""
+    library = pytest.importorskip("torchao.float8")
+    model, plain = network(32, 32, 32), network(32, 32, 32)
+    config = library.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    library.convert_to_float8_training(model, config=config)
+    state = model.state_dict()
+    save_weights(tmp_path, {**state, "tied": state["0.weight"].detach()})
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved.pop(name), weight) for name, weight in plain.state_dict().items())
+    assert saved == {}
+    assert clean_state_dict_for_safetensors(state).keys() == state.keys()
 
 
 def test_a_product_is_that_of_the_rounded_factors() -> None:

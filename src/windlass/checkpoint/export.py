@@ -39,14 +39,25 @@ _COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
+    "*vocab*.json",
     "merges.txt",
     "*.model",
     "*.tiktoken",
+    # Of tokenizers of few models: Marian, PhoBERT, Whisper, GPT-NeoX-Japanese, BARTpho, RoCBert
+    "*.spm",
+    "bpe.codes",
+    "normalizer.json",
+    "emoji.json",
+    "dict.txt",
+    "word_shape.json",
+    "word_pronunciation.json",
     "chat_template*",
     "*processor*.json",
     "README.md",
     "LICENSE*",
 )
+# Folders beside them: chat templates that have names, and tokenizers of a processor that has several.
+_INSIDE = re.compile(r"additional_chat_templates|\w+_tokenizer(?:/additional_chat_templates)?")
 _MAX_CODE_BYTES = 1 << 24
 # As transformers finds what a module needs from beside it.
 _BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
@@ -63,18 +74,18 @@ class ExportOptions:
     force: bool = False  # whether an earlier result may be replaced
 
 
-def model_files(source: Folder) -> list[str] | None:
+def model_files(source: Folder, weights: str | None = None) -> list[str] | None:
     """Names of the files in a folder that are the model, as `from_pretrained` reads them; None if its weights are in
-    another form, so that only an export has such files.
+    another form, so that only an export has such files. `weights`: their file, by default what `find_weights` finds.
     """
-    weights = find_weights(source)
+    weights = weights or find_weights(source)
     if weights == SPLIT_INDEX_NAME:
         found = [name for name in source.names if name == weights or SPLIT_FILE.fullmatch(name)]
     elif weights in (WEIGHTS_NAME, ADAPTER_WEIGHTS):
         found = [weights]
     else:
         return None
-    return sorted({*found, *_companions(source)})
+    return sorted({*found, *_companions(source, weights)})
 
 
 def export_file(
@@ -108,13 +119,16 @@ def export_folder(
     """
     files = files or Files()
     with whole_folder(target, files, lambda: _check_place(target, options)) as new:
-        if find_weights(source) != ADAPTER_WEIGHTS:
+        if (weights := find_weights(source)) != ADAPTER_WEIGHTS:
             with _converted(source, options) as (tensors, shaped, read):
                 stream_split(new, shaped, read, tensors.aliases, options.max_shard_size, files)
         else:
             export_file(source, new / ADAPTER_WEIGHTS, options, files)
-        for name in _companions(source):
+        for name in _companions(source, weights):
+            files.ensure_folder((new / name).parent)
             _copy(source, name, new / name, options, files)
+        for folder in sorted(path for path in new.rglob("*") if path.is_dir()):
+            files.sync_folder(folder)
         finish(new, files)
 
 
@@ -164,22 +178,27 @@ def _is_result(target: Path) -> bool:
     if not target.is_dir() or target.is_symlink():
         return False
     weights = (WEIGHTS_NAME, ADAPTER_WEIGHTS, SPLIT_INDEX_NAME)
-    entries = list(target.iterdir())
-    return any(entry.name in weights for entry in entries) and all(
-        entry.is_file()
-        and (
-            entry.name in weights
-            or SPLIT_FILE.fullmatch(entry.name)
-            or _is_companion(entry.name)
-            or entry.suffix == ".py"
+    entries = [path for path in target.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = {path.relative_to(target).as_posix() for path in entries}
+    return (
+        not names.isdisjoint(weights)
+        and all(entry.is_file() for entry in entries)
+        and all(
+            name in weights
+            or SPLIT_FILE.fullmatch(name)
+            or _is_companion(name)
+            or (name.endswith(".py") and "/" not in name)
+            for name in names
         )
-        for entry in entries
     )
 
 
-def _companions(source: Folder) -> list[str]:
-    """Names of the files in a folder that belong to the model besides its weights."""
+def _companions(source: Folder, weights: str) -> list[str]:
+    """Names of the files in a folder that belong to the model besides its `weights`."""
     found = list(filter(_is_companion, source.names))
+    if weights != ADAPTER_WEIGHTS and ADAPTER_CONFIG in found:
+        # With that of an adapter which was saved there earlier, `from_pretrained` would look for its weights.
+        found.remove(ADAPTER_CONFIG)
     return sorted({*found, *_code_of(source, found)})
 
 
@@ -212,7 +231,11 @@ def _named_modules(configuration: Any) -> Iterator[str]:
 
 
 def _is_companion(name: str) -> bool:
-    return "/" not in name and any(fnmatch(name, pattern) for pattern in _COMPANIONS)
+    folder, _, name = name.rpartition("/")
+    if folder and not _INSIDE.fullmatch(folder):
+        return False
+    is_template = folder.endswith("additional_chat_templates")
+    return name.endswith(".jinja") if is_template else any(fnmatch(name, one) for one in _COMPANIONS)
 
 
 def _put(new: Path, target: Path, files: Files) -> None:

@@ -24,7 +24,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """The address of a plain tensor's first element; on XLA devices, which have none, a number of the whole tensor."""
+    """The address of a tensor's first element; on XLA devices, which have none, a number of the whole tensor. A tensor
+    that is made of others has the address of the first of them: all such tensors claim address 0 themselves.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        return address(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
     return xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.data_ptr()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from windlass.accelerator.saved_parts import SavedModel
-from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter
+from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
 from windlass.checkpoint.files import written_by
 from windlass.checkpoint.opening import upload_files
 from windlass.checkpoint.pretrained import (
@@ -21,7 +21,7 @@ from windlass.checkpoint.pretrained import (
     overrides_saving,
     write_configurations,
 )
-from windlass.checkpoint.split import save_split
+from windlass.checkpoint.split import SPLIT_INDEX_NAME, save_split
 from windlass.checkpoint.weights import LARGEST_FILE, WEIGHTS_NAME, save_weights
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import local_folder
@@ -124,6 +124,7 @@ class ModelWriter:
                 save_split(folder, self.layout(tensors), LARGEST_FILE)
             else:
                 save_weights(folder, self.layout(tensors), name=name)
+            _warn_of_others(folder, name)
 
     def _configurations(self, target: Path) -> dict[str, bytes]:
         adapter, model = self.adapter, bare(self.model)
@@ -182,6 +183,22 @@ def save_final(
         write()
     else:
         together(all_ranks, write)
+
+
+def _warn_of_others(folder: Path, name: str) -> None:
+    """Warn if the folder has what an earlier save left beside the weights `name`. It may be the base of an adapter, so
+    it is not removed.
+    """
+    of_adapter, of_model = (ADAPTER_WEIGHTS, ADAPTER_CONFIG), (WEIGHTS_NAME, SPLIT_INDEX_NAME)
+    others = of_model if name == ADAPTER_WEIGHTS else of_adapter
+    if left := [other for other in others if (folder / other).is_file()]:
+        logger.warning(
+            "%s has %s of an earlier save beside %s: from_pretrained joins the adapter with those whole weights; move "
+            "one of the two to another folder, unless they belong together",
+            folder,
+            " and ".join(left),
+            name,
+        )
 
 
 def _saved_by(tokenizer: Any, target: Path) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from windlass.callbacks.handler import CallbackHandler
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS
 from windlass.checkpoint.export import model_files
 from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.stored import open_folder
@@ -58,17 +59,20 @@ def card_facts(publisher: Publisher, model: Any, facts: dict[str, Any]) -> dict[
     return facts
 
 
-def push(publisher: Publisher, folder: Path, message: str) -> Future[str]:
-    """Start to upload the model in `folder`, with its card."""
-    names = model_files(open_folder(folder))
+def push(publisher: Publisher, folder: Path, message: str, *, adapter: bool) -> Future[str]:
+    """Start to upload the model in `folder`, with its card. `adapter`: it is an adapter; an earlier run may have left
+    whole weights beside it.
+    """
+    source = open_folder(folder)
+    names = model_files(source, ADAPTER_WEIGHTS if adapter and ADAPTER_WEIGHTS in source else None)
     assert names is not None, "save_model() writes whole weights"
     return publisher.push({name: folder / name for name in names}, message, folder)
 
 
-def model_saved(args: TrainingArguments, handler: CallbackHandler, folder: Path) -> None:
+def model_saved(args: TrainingArguments, handler: CallbackHandler, folder: Path, *, adapter: bool) -> None:
     """Start to upload the model that a script saved, if the run publishes. On the main process."""
     if args.push_to_hub:
-        push(publisher(args, handler, folder), folder, "Model save")
+        push(publisher(args, handler, folder), folder, "Model save", adapter=adapter)
 
 
 def on_main(all_ranks: Gang, work: Callable[[], T]) -> T | None:

@@ -1080,7 +1080,8 @@ class Trainer:
         with self._services.evaluator.averaged_weights():
             model_writer.save_final(place, self._model_writer, self._save, all_ranks, writes)
         if self.is_world_process_zero() and not (_internal_call or output_dir):
-            publishing.model_saved(self.args, self.callback_handler, self.output_folder)
+            is_adapter = self._model_writer.adapter is not None
+            publishing.model_saved(self.args, self.callback_handler, self.output_folder, adapter=is_adapter)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.
@@ -1176,7 +1177,8 @@ class Trainer:
         def start() -> Any:
             publisher = publishing.publisher(self.args, self.callback_handler, folder, token, revision)
             self.create_model_card(**publishing.card_facts(publisher, self.model, kwargs))
-            return publisher, publishing.push(publisher, folder, commit_message or "End of training")
+            message, is_adapter = commit_message or "End of training", self._model_writer.adapter is not None
+            return publisher, publishing.push(publisher, folder, message, adapter=is_adapter)
 
         started = publishing.on_main(self._session.all_ranks, start)
         if started is None:

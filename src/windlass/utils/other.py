@@ -18,6 +18,7 @@ from windlass.compat.readers.torch_file import open_torch_file
 from windlass.compat.state import PartialState
 from windlass.core.device import visible_devices
 from windlass.core.optional import require
+from windlass.core.tensors import address
 from windlass.core.trees import convert_to_fp32, send_to_device
 from windlass.dist.sharded import is_sharded
 from windlass.recipes.from_files import basic_settings, default_file, write_file
@@ -86,7 +87,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = (address(tensor), tensor.dtype, tensor.shape, tensor.stride())
         # Tensors without elements all have the address 0.
         if not tensor.numel() or place not in seen:
             kept[name] = tensor.contiguous()

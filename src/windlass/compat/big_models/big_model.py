@@ -59,6 +59,7 @@ from windlass.config.kinds import TRUE
 from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
+from windlass.core.tensors import address
 
 # Models without data: parameters that are created on the meta device (or any other) while the constructor runs.
 #
@@ -151,7 +152,7 @@ def _on_host(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state_dict.items():
         if not tensor.is_meta:
             # Another view of the same memory, as a transposed one, has other values.
-            seen = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            seen = address(tensor), tensor.dtype, tensor.shape, tensor.stride()
             host[name] = copies.setdefault(seen, tensor.to("cpu"))
     return host
 
