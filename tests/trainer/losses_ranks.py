@@ -1,4 +1,4 @@
-"""Run on ranks: a loss that calls `self.model`, past the wrapper that reduces gradients."""
+"""Run on ranks: a loss that calls `self.model`, past the wrapper that reduces gradients, and auxiliary terms."""
 
 from __future__ import annotations
 

@@ -271,16 +271,6 @@ def test_a_forward_past_the_wrapper_is_refused(folder: Path) -> None:
         assert "bypassed the data-parallel wrapper" in said
 
 
-@pytest.mark.dist
-def test_a_part_that_only_the_batch_of_one_rank_has_counts_by_its_name(folder: Path) -> None:
-    from tests.trainer import losses_ranks
-
-    for (everywhere, weights), (on_one, others) in on_ranks(2, losses_ranks.parts_on_one_rank, folder):
-        assert on_one == pytest.approx(everywhere)
-        assert everywhere["size"] > 0.0 < everywhere["other"]
-        assert others == pytest.approx(weights)
-
-
 # --- data and models that can't train -------------------------------------------------------------------------------
 
 
