@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.accelerator import loop_cases
-from tests.accelerator.loop_cases import loader, make, regression, tiny
+from tests.accelerator.loop_cases import loader, make, regression, tiny, whole
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
@@ -33,6 +33,27 @@ def same_ends(shard: bool) -> None:
         want, found = load_file(FOLDER / f"{name}.safetensors"), case(shard)
         for key, tensor in found.items():
             torch.testing.assert_close(tensor, want[key], rtol=1e-10, atol=1e-12, msg=f"{name} {shard} {key}")
+
+
+def in_fp16() -> None:
+    """Whole and sharded models end alike with a loss scale."""
+    ends = []
+    for shard in (False, True):
+        torch.manual_seed(6)
+        accelerator = make(shard, mixed_precision="fp16", gradient_accumulation_steps=2)
+        model = tiny().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer, data = accelerator.prepare(model, optimizer, loader(accelerator))
+        for x, y in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.mse_loss(model(x.float()).float(), y.float()))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(whole(accelerator, model))
+    for key, tensor in ends[1].items():  # of parts on the main process alone
+        torch.testing.assert_close(tensor, ends[0][key], rtol=1e-2, atol=1e-2)
 
 
 def metrics() -> None:
@@ -406,6 +427,7 @@ def failed_save() -> None:
 for sharded in (False, True):
     same_ends(sharded)
     prepared_again(sharded)
+in_fp16()
 metrics()
 metrics_of_streams()
 ranks()

@@ -250,11 +250,12 @@ class Executors:
         return applied
 
     def scale_again(self) -> None:
-        """Before a backward: gradients that were clipped or unscaled have the loss scale again."""
+        """Before a backward: gradients that were clipped or unscaled have the loss scale again. By an executor: without
+        one they were not, and after a forward a sharded model does not show the parameters that it would be made for.
+        """
         if self.scaler.active:
-            for executor in map(self.executor_of, self._known()):
-                if isinstance(executor, NativeExecutor):
-                    executor.scale_again()
+            for _, executor in self._executors.values():
+                executor.scale_again()
 
     def abandon(self, optimizers: Iterable[PreparedOptimizer]) -> None:
         """Drop the gradients of the update under way of these optimizers."""
