@@ -87,6 +87,45 @@ def test_weights_that_are_unfrozen_meanwhile_are_averaged_too(tmp_path: Path, st
     assert_weights(trainer.model, [torch.stack(group).mean(0) for group in zip(*counted, strict=True)])
 
 
+class UnfreezesAtStep(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step >= 2:
+            model.first.requires_grad_(True)
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_run_that_unfreezes_weights_resumes_to_the_bit(tmp_path: Path, stop: int) -> None:
+    """Before and after it did; the script begins with them frozen."""
+
+    def train(folder: str, steps: int, resume: bool = False) -> str:
+        model, options = TwoLayers(), {"save_strategy": "steps", "save_steps": stop}
+        args = arguments(tmp_path / folder, max_steps=steps, lr_scheduler_type="constant", **options)
+        trainer = Trainer(
+            model, args, train_dataset=samples(), callbacks=[EMACallback(0.5), UnfreezesAtStep()],
+            optimizers=(torch.optim.SGD(model.parameters(), lr=0.5), None),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return weights_hash(model)
+
+    clean = train("a", 6)
+    train("b", stop)
+    assert train("b", 6, resume=True) == clean
+
+
+def test_a_rollback_to_before_weights_were_unfrozen_keeps_their_average() -> None:
+    callback, model = EMACallback(0.5), TwoLayers()
+    step: Any = type("State", (), {"global_step": 1})
+    callback.begin(model)
+    callback.take()
+    before = callback.state_dict()
+    model.first.requires_grad_(True)
+    callback.on_step_begin(None, step, None)  # type: ignore[arg-type]
+    assert callback.state_dict()["average"].keys() > before["average"].keys()
+    callback.load_state_dict(before)
+    callback.on_step_begin(None, step, None)  # type: ignore[arg-type]
+    assert torch.equal(callback.state_dict()["average"]["first.weight"], model.first.weight)
+
+
 def test_evaluations_use_the_average_and_training_goes_on_from_its_own_weights(tmp_path: Path) -> None:
     plain, alone = train(tmp_path / "a", SWACallback(start_step=100))
     trainer, seen = train(tmp_path / "b", EMACallback(0.9), eval_strategy="steps", eval_steps=2)

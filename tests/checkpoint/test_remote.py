@@ -252,6 +252,18 @@ def test_what_other_machines_left_is_no_fresh_start(tmp_path: Path, url: str) ->
         store.resume_point(True)
 
 
+def test_weights_in_another_number_of_files_replace_those_of_before(tmp_path: Path, url: str) -> None:
+    """`from_pretrained` would read the old single file, not the new ones."""
+    split = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
+    for number, names in enumerate(({"model.safetensors", "notes.txt"}, split, {"model.safetensors"})):
+        machine = tmp_path / str(number)
+        machine.mkdir()
+        for name in names:
+            (machine / name).touch()
+        store_at(machine, url).mirror.upload_loose()
+        assert {*RemoteFolder(url).names()} == {*names, "notes.txt"}
+
+
 def test_segments_of_a_long_history_are_uploaded_once(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,6 +265,22 @@ def test_files_that_are_gone_leave_with_the_same_commit(hub: Hub, token: str, tm
     assert len(hub.repositories["someone/run"].commits) == 3
 
 
+def test_weights_in_another_number_of_files_replace_those_of_before(
+    hub: Hub, token: str, tmp_path: Path
+) -> None:
+    """`from_pretrained` would read the old single file, not the new ones."""
+    running, single = Uploads(client(token)), {"model.safetensors", "config.json"}
+    parts = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    split = {*parts, "model.safetensors.index.json", "config.json"}
+    for number, names in enumerate((single, split, single)):
+        files = StagedFiles(tmp_path)
+        for name in names:
+            (files.path / name).write_text(str(number))
+        running.add(Upload("the model", "m", files))
+        assert running.finish(60, print) == []
+        assert set(hub.files("someone/run")) == names
+
+
 def test_a_file_that_the_repository_ignores_is_an_error(hub: Hub, token: str, tmp_path: Path) -> None:
     running, one = Uploads(client(token)), upload(tmp_path)
     repository = hub.repositories["someone/run"]

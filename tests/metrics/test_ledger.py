@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.dist.launch import on_ranks
+from tests.trainer import losses_ranks
 from torch import Tensor
 
 from windlass.metrics.ledger import FiniteWatch, Ledger
@@ -94,6 +97,14 @@ def test_shares_are_summed_over_ranks_but_the_norm_is_not() -> None:
     ledger = Ledger(CPU, lambda shares: shares * 2)
     ledger.add(scalar(1.5), scalar(7.0), {"part": scalar(0.5)}, True)
     assert ledger.read() == {"loss": 3.0, "part": 1.0, "grad_norm": 7.0}
+
+
+@pytest.mark.dist
+def test_a_part_that_only_the_batch_of_one_rank_has_counts_by_its_name(tmp_path: Path) -> None:
+    for (everywhere, weights), (on_one, others) in on_ranks(2, losses_ranks.parts_on_one_rank, tmp_path):
+        assert on_one == pytest.approx(everywhere)
+        assert everywhere["size"] > 0.0 < everywhere["other"]
+        assert others == pytest.approx(weights)
 
 
 def test_small_losses_are_not_lost_in_long_sums() -> None:

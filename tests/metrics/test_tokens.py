@@ -67,6 +67,8 @@ def test_rows_are_found_in_nested_batches() -> None:
     assert rows((1, [torch.zeros(2)])) == 2
     assert rows("text") == rows(None) == rows({"a": 1}) == 0
     assert rows(torch.tensor(1.0)) == 1
+    assert rows({"scale": torch.tensor(2.0), "x": torch.zeros(3, 1)}) == 3, "a number has no rows"
+    assert rows({"images": torch.zeros(0, 8), "x": torch.zeros(3, 1)}) == 3
 
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5))

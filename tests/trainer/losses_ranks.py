@@ -1,4 +1,4 @@
-"""Run on ranks: a loss that calls `self.model`, past the wrapper that reduces gradients."""
+"""Run on ranks: a loss that calls `self.model`, past the wrapper that reduces gradients, and auxiliary terms."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.trainer.test_losses import trainer_for
+from torch import Tensor, nn
 
-from windlass import Trainer
+from windlass import LossTerms, Trainer
 from windlass.core.errors import ModelError
 
 
@@ -27,3 +28,36 @@ def main(folder: Path) -> str:
     trainer.accelerator.wait_for_everyone()  # the sums of the group that was fetched ahead are still under way
     trainer.end()
     return said
+
+
+class WithParts(Trainer):
+    """Mean errors, and the size of the weights: half of it on each of two ranks, or all of it on one."""
+
+    everywhere = True
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
+        logits, size = model(x=inputs["x"])["logits"], self.model.layer.weight.square().sum()
+        error = nn.functional.cross_entropy(logits, inputs["labels"], reduction="sum")
+        rank, step = self.accelerator.process_index, self.state.global_step
+        parts: dict[str, Tensor] = {}
+        if self.everywhere:
+            parts = {"size": size} if step == 0 else {"other": size}
+        elif (rank == 0) == (step == 0):
+            parts = {"size": 2 * size} if step == 0 else {"other": 2 * size}
+        return LossTerms(error, float(len(logits)), parts)
+
+
+class PartsOnOneRank(WithParts):
+    everywhere = False
+
+
+def parts_on_one_rank(folder: Path) -> list[tuple[dict[str, float], list[float]]]:
+    """The report of two updates and the weights after them."""
+    found = []
+    for kind in (WithParts, PartsOnOneRank):
+        trainer = trainer_for(folder / kind.__name__, kind, max_steps=2, logging_steps=2)
+        trainer.train()
+        logs = {name: trainer.state.log_history[0].get(name, -1.0) for name in ("loss", "size", "other")}
+        found.append((logs, trainer.model.layer.weight.flatten().tolist()))
+        trainer.end()
+    return found

@@ -246,6 +246,17 @@ def test_a_state_that_cannot_be_written_is_refused_before_the_first_update(
         assert trainer.state.global_step == 0
 
 
+def test_a_configuration_that_cannot_be_written_is_refused_before_the_first_update(tmp_path: Path) -> None:
+    """transformers checks settings of generation when it writes them, which would cost the run at its first save."""
+    model: Any = Net()
+    model.generation_config = pytest.importorskip("transformers").GenerationConfig()
+    model.generation_config.temperature = 0.5
+    trainer = Trainer(model, arguments(tmp_path, save_strategy="steps"), train_dataset=rows(8))
+    with pytest.raises(CheckpointError, match=r"configurations of Net.*GenerationConfig is invalid"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_a_run_with_the_schedule_that_shows_adafactors_rates_is_resumed_to_the_bit(tmp_path: Path) -> None:
     found = []
     for name, resume in (("whole", False), ("resumed", True)):

@@ -93,7 +93,9 @@ def test_formatted_metrics_are_as_transformers_formats_them(tmp_path: Path) -> N
     metrics = {"train_loss": 0.123456, "train_runtime": 65.25, "total_flos": float(5 << 30), "n": 7, "epoch": 2.0,
                "train_samples_per_second": 12.345678, "before_init_mem_cpu": 3 << 20}  # fmt: skip
     theirs = transformers.Trainer.metrics_format(dict(metrics))
-    assert Trainer(Net(), arguments(tmp_path)).metrics_format(dict(metrics)) == theirs
+    ours = Trainer(Net(), arguments(tmp_path))
+    assert ours.metrics_format(dict(metrics)) == theirs
+    assert ours.metrics_format({"train_runtime": 59.999}) == {"train_runtime": "0:01:00.00"}
 
 
 def test_save_metrics_and_state(tmp_path: Path) -> None:

@@ -158,11 +158,16 @@ class SWACallback(TrainerCallback):
     def _restore(self, state: State) -> None:
         average, trained = state["average"], state.get("trained", {})
         saved = {**average, **trained}
-        if saved and saved.keys() != self._trained.keys():
-            differing = sorted(saved.keys() ^ self._trained.keys())[:3]
+        known = {**self._trained, **self._frozen}
+        if unknown := sorted(saved.keys() - known.keys())[:3]:
             raise CheckpointError(
-                f"the average of weights in the checkpoint is not one of this model: {', '.join(differing)} differ"
+                f"the average of weights in the checkpoint is not one of this model, which lacks {', '.join(unknown)}"
             )
+        if saved:
+            # The run that saved it had other weights unfrozen than the script at its beginning, or than this run when
+            # it rolls back.
+            self._trained = {name: p for name, p in known.items() if name in saved}
+            self._frozen = {name: p for name, p in known.items() if name not in saved}
         kept = {name: tensor for name, tensor in self._average.items() if name in average}
         self._average = {name: kept.get(name, _wide(self._trained[name])) for name in saved}
         self._own = {name: self._trained[name].detach().clone() for name in trained}

@@ -25,7 +25,9 @@ from windlass.checkpoint.manifest import (
     node_manifest_name,
     parse_manifest,
 )
+from windlass.checkpoint.split import SPLIT_INDEX_NAME, left_over
 from windlass.checkpoint.staged import folder_pattern, set_aside
+from windlass.checkpoint.weights import WEIGHTS_NAME
 from windlass.core.errors import CheckpointError, ConfigError, MissingDependencyError, Problem
 from windlass.core.locations import scheme_of
 from windlass.core.logs import get_logger
@@ -366,6 +368,11 @@ class Mirror:
             for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
                 if path.is_file() and not path.is_symlink():
                     self._send(self._loose, path)
+        # Weights of an earlier run in another number of files.
+        here = {path.name for path in self.root.iterdir()}
+        if WEIGHTS_NAME in here or SPLIT_INDEX_NAME in here:
+            for name in left_over(self._loose.names(), here):
+                self._loose.remove(name)
 
     def _send(self, loose: RemoteFolder, path: Path) -> None:
         # The state before it is read: what is appended meanwhile is sent the next time.

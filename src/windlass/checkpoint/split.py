@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,8 @@ def save_split(
             check_tensor(tensor, name)
     shaped = {name: Shaped(tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
     written = stream_split(folder, shaped, read, aliases, limit, files)
-    _remove_others(folder, written, files)
+    for name in left_over([path.name for path in folder.iterdir()], written):
+        files.remove_file(folder / name)
     return written
 
 
@@ -109,11 +110,15 @@ def _parts(shaped: Mapping[str, Shaped], limit: int) -> list[list[str]]:
     return parts
 
 
-def _remove_others(folder: Path, written: Mapping[str, FileEntry], files: Files) -> None:
-    """Remove files of an earlier save, complete or not: a reader would find two sets of weights."""
-    single = WEIGHTS_NAME in written
-    for path in folder.iterdir():
-        of_a_split = SPLIT_FILE.fullmatch(path.name.removeprefix("tmp-")) is not None
-        stale = of_a_split and path.name not in written
-        if stale or path.name == (SPLIT_INDEX_NAME if single else WEIGHTS_NAME):
-            files.remove_file(path)
+def left_over(names: Iterable[str], written: Collection[str]) -> list[str]:
+    """The files among `names` that an earlier save of the weights left, complete or not, in the folder where they are
+    now in the files `written`: a reader would find two sets of weights.
+    """
+    of_model = (WEIGHTS_NAME, SPLIT_INDEX_NAME)
+    if not any(name in written for name in of_model):
+        return []
+    return [
+        name
+        for name in names
+        if name not in written and (name in of_model or SPLIT_FILE.fullmatch(name.removeprefix("tmp-")))
+    ]

@@ -161,13 +161,17 @@ class UpdateNormaliser(Normaliser):
     def _terms(self, terms: LossTerms) -> Tensor:
         if self._plain_seen:
             raise ModelError(_MIXED)
-        if self._total is not None:
+        if self._total is not None and self.parts:
             raise ModelError(
                 "a training step passed LossTerms to `self.accelerator.backward` again after auxiliary terms: add up "
                 "the sums, the weights and the terms, and pass them once"
             )
         total = _weigh(terms.sum, 0.0 if self.filler else self.ranks / self.denominator)
         self._add_weight(terms, self.filler)
+        if self.last and self.ranks > 1:
+            # Before the backward on all ranks, also those whose batch has no auxiliary terms: the others need the
+            # total there, and its exchange must not meet those of gradients.
+            self._total = self._weight_of_ranks(otherwise=self.denominator)
         return total + self._auxiliary(terms.aux) if terms.aux else total
 
     def _auxiliary(self, terms: dict[str, Tensor]) -> Tensor | float:

@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from windlass.checkpoint.split import left_over
 from windlass.core.logs import get_logger
 from windlass.core.redact import redact_text
 from windlass.core.upload_log import note_upload
@@ -207,12 +208,14 @@ class Uploads:
         folder = upload.files.path
         found = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {path.relative_to(folder).as_posix(): path for path in found}
-        there = self._client.names(upload.replaces) if upload.replaces else []
+        removed = self._client.names(upload.replaces) if upload.replaces else []
+        # Weights of the model in another number of files: `from_pretrained` prefers one file, however old.
+        removed += left_over(self._client.names(), files)
         # After the files were listed: who gives up removes them, and the Hub's would seem to be no longer wanted.
         if upload.given_up.is_set():
             raise HubError("no caller waits for the upload", passing=False)
         return self._client.commit(
-            files, upload.message, removed=[name for name in there if name not in files]
+            files, upload.message, removed=[name for name in removed if name not in files]
         )
 
     def _fail(self, upload: Upload) -> None:

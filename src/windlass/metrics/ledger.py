@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from windlass.core import host
 from windlass.core.types import State
 
 SumOverRanks = Callable[[Tensor], Tensor]
+Gather = Callable[[list[str]], list[list[str]]]
 
 
 class Ledger:
@@ -24,15 +24,22 @@ class Ledger:
 
     Args:
         counts: False if another rank adds the same shares.
+        gather: every rank's value, in rank order. Collective.
 
     Means are over applied updates. A skipped one (not finite, or an overflow in fp16) changed no weight, and its loss,
     often NaN, would hide all others. It is counted in `skipped`; a report of skipped updates alone has their loss.
     """
 
-    def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks, counts: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        sum_over_ranks: SumOverRanks,
+        counts: bool = True,
+        gather: Gather = lambda value: [value],
+    ) -> None:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self.device, self._on_host = device, device.type == "cpu"
-        self._sum_over_ranks, self._counts = sum_over_ranks, counts
+        self._sum_over_ranks, self._gather, self._counts = sum_over_ranks, gather, counts
         self._parts: dict[str, Any] = {}
         self._updates = 0
         self._skips = 0
@@ -86,20 +93,27 @@ class Ledger:
         # One transfer for all values: each waits for the device. The norm is already the same on every rank.
         values = shares + norms
         packed = torch.tensor(values, dtype=self._dtype) if self._on_host else torch.stack(values).cpu()
-        to_sum = packed[: len(shares)] if self._counts else torch.zeros_like(packed[: len(shares)])
-        if own:
-            to_sum = torch.cat([to_sum, torch.tensor(own, dtype=self._dtype)])
-        sums, shared = np.split(self._sum_over_ranks(to_sum).numpy(), [len(shares)])
-        self.shared = shared.tolist()
+        of_rank = packed[: len(shares)] if self._counts else torch.zeros_like(packed[: len(shares)])
+        further = torch.tensor([float(len(names)), *own], dtype=self._dtype)
+        total, of_any, *self.shared = self._sum_over_ranks(torch.cat([of_rank[:1], further])).tolist()
+        sums = {"loss": total}
+        if of_any:
+            sums |= self._sums_of_parts(dict(zip(names, of_rank[1:].tolist(), strict=True)))
         if self._updates:
-            self.total_loss += float(sums[0])
+            self.total_loss += total
             self.total_updates += self._updates
-        report = {name: float(value) / count for name, value in zip(["loss", *names], sums, strict=True)}
+        report = {name: value / count for name, value in sums.items()}
         if norms:
             report["grad_norm"] = float(packed.numpy()[-1])
         self._loss, self._skipped_loss = self._taken(0.0), self._taken(0.0)
         self._parts, self._updates, self._skips = {}, 0, 0
         return report
+
+    def _sums_of_parts(self, own: dict[str, float]) -> dict[str, float]:
+        """Sums over ranks by name: the batches of a rank may lack a part that those of another have. Collective."""
+        names = sorted({name for of_rank in self._gather(list(own)) for name in of_rank})
+        values = torch.tensor([own.get(name, 0.0) for name in names], dtype=self._dtype)
+        return dict(zip(names, self._sum_over_ranks(values).tolist(), strict=True))
 
     @property
     def pending(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from windlass.core.trees import tensors_in
 from windlass.core.types import IGNORED
 
 
 def rows(batch: Any) -> int:
-    """Number of samples in a collated batch: the first axis of its first tensor, 0 if it has none."""
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.ndim else 1
-    values: Any = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, (Mapping, Sequence)) and not isinstance(batch, str):
-        for value in values:
-            count = rows(value)
-            if count:
-                return count
-    return 0
+    """Number of samples in a collated batch: the first axis of its first tensor that has rows; 1 if its tensors are
+    single numbers, and 0 if it has none.
+    """
+    tensors = list(tensors_in(batch))
+    count = next((len(tensor) for tensor in tensors if tensor.ndim and len(tensor)), 0)
+    return count or int(any(not tensor.ndim for tensor in tensors))
 
 
 @dataclass(frozen=True, slots=True)

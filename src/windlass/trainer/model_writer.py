@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass.accelerator.saved_parts import SavedModel
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
+from windlass.checkpoint.codec import naming
 from windlass.checkpoint.files import written_by
 from windlass.checkpoint.opening import upload_files
 from windlass.checkpoint.pretrained import (
@@ -125,6 +126,16 @@ class ModelWriter:
             else:
                 save_weights(folder, self.layout(tensors), name=name)
             _warn_of_others(folder, name)
+
+    def check_configurations(self) -> None:
+        """Check that the configurations can be written: transformers refuses some settings of generation only then.
+        Raises CheckpointError with its reason.
+        """
+        what = (
+            f"the configurations of {type(bare(self.model)).__name__}, which are saved with each checkpoint"
+        )
+        with naming(f"{what}, cannot be written; correct them before training, or set save_strategy='no'"):
+            self._configurations(Path())
 
     def _configurations(self, target: Path) -> dict[str, bytes]:
         adapter, model = self.adapter, bare(self.model)

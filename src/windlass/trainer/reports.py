@@ -89,7 +89,8 @@ def readable(name: str, value: Any) -> Any:
     if not isinstance(value, (int, float)):
         return value
     if name.endswith("_runtime"):
-        minutes, seconds = divmod(float(value), 60)
+        # Rounded first: no minute has 60.00 seconds.
+        minutes, seconds = divmod(round(float(value), 2), 60)
         hours, minutes = divmod(int(minutes), 60)
         return f"{hours}:{minutes:02}:{seconds:05.2f}"
     # As transformers shows them: GF are 2**30 operations, and MB 2**20 bytes.

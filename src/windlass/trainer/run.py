@@ -75,7 +75,8 @@ class Run(Interruptible):
         )
         # Of the ranks with the same samples, the first has their losses.
         counts = session.all_ranks.over("model").rank == 0
-        self.ledger = Ledger(session.device, session.all_ranks.sum, counts)
+        all_ranks = session.all_ranks
+        self.ledger = Ledger(session.device, all_ranks.sum, counts, all_ranks.gather_objects)
         self.seed_step = StepSeeder(plan.seed, session.data_ranks.rank, session.device)
         # For a run without a state to restore; the generators of a checkpoint replace this.
         self.seed_step.start(0)

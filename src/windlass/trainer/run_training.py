@@ -116,12 +116,18 @@ class RunTraining(LoopHooks):
         self._events.restore_callbacks(restore_args)
 
     def _check_savable(self) -> None:
-        """Check before the first update that the state of the script's own objects can be saved. Collective."""
+        """Check before the first update that the model's configurations and the state of the script's own objects can
+        be saved. Collective.
+        """
         save = self._context.plan.save
-        if save.model_only or (save.cadence.strategy == "no" and save.every is None):
+        if save.cadence.strategy == "no" and save.every is None:
             return
 
         def check() -> None:
+            if self._context.all_ranks.rank == 0:
+                self._context.files.check_configurations()
+            if save.model_only:
+                return
             check_savable("lr_scheduler", self._schedule.exposed, self._schedule)
             for owner in self._context.services.accelerator.registered_objects:
                 check_savable("accelerator.register_for_checkpointing", owner, owner)
