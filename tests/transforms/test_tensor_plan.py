@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.trainer.small import llama
 from torch import nn
 
 from windlass.core.errors import ConfigError
@@ -83,6 +84,15 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tp_size=4: must divide num_key_value_heads, which is 2"):
         chosen_layers(model, 4)
     assert "lm_head" in chosen_layers(model, 2)
+
+
+def test_learnt_keys_and_values_of_all_heads_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(
+        ConfigError, match="peft_config='PrefixTuningConfig': learns keys and values of all heads"
+    ):
+        chosen_layers(peft.get_peft_model(llama(), prefixes), 2)
 
 
 def test_families_without_a_plan_have_one_and_layers_of_experts_are_divided() -> None:

@@ -56,6 +56,10 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
         )
         raise ConfigError(Problem("model", name, fix))
     _refuse_heads(module, ranks)
+    for config in getattr(module, "peft_config", {}).values():
+        if getattr(config.peft_type, "value", None) == "PREFIX_TUNING":
+            fix = "learns keys and values of all heads, of which each rank has a part: use LoRA, or set tp_size=1"
+            raise ConfigError(Problem("peft_config", type(config).__name__, fix))
     for path, _ in (*base.named_modules(), *base.named_parameters()):
         outer = path.rpartition(".")[0]
         if (style := style_in(plan, path)) in _OF_EXPERTS and style_in(plan, outer) != EXPERTS:
