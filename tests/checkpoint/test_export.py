@@ -133,7 +133,8 @@ def test_counters_keep_their_dtype_and_names_their_ties(tmp_path: Path) -> None:
     state = {"state/w/step": torch.tensor(3.0), "state/w/exp_avg": torch.ones(2)}
     save_file(state, tmp_path / "optimizer.safetensors")
     (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
-    save_weights(tmp_path, {"a": (tied := torch.ones(2)), "b": tied})
+    extra = {"_extra_state": {"scale": torch.ones(2)}}
+    save_weights(tmp_path, {"a": (tied := torch.ones(2)), "b": tied, **extra})
     here, out, options = open_folder(tmp_path), tmp_path / "out", ExportOptions("optimizer", torch.bfloat16)
     export_file(here, tmp_path / "moments", options)
     dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "moments").items()}
@@ -143,6 +144,8 @@ def test_counters_keep_their_dtype_and_names_their_ties(tmp_path: Path) -> None:
         assert file.metadata()[ALIASES_KEY] == '{"b": "a"}'
     export_folder(here, out, ExportOptions(dtype=torch.bfloat16))
     assert json.loads((out / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
+    dtypes = {name: tensor.dtype for name, tensor in load_file(out / "model.safetensors").items()}
+    assert (dtypes["a"], dtypes["_extra_state#tensors/scale"]) == (torch.bfloat16, torch.float32)
 
 
 def test_a_configuration_may_hold_infinities(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from windlass.checkpoint.codec import is_of_value
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split
 from windlass.checkpoint.stored import Folder, StoredTensors, find_weights, open_optimizer, open_weights
@@ -68,7 +69,7 @@ _Converted = tuple[StoredTensors, dict[str, Shaped], Callable[[str], Tensor]]
 class ExportOptions:
     # Of the model, or of the optimizer's state (`PARAMETER/KEY`)
     tensors: Literal["model", "optimizer"] = "model"
-    # Floating-point tensors are converted to it; counters of the optimizer stay as they are
+    # Floating-point tensors are converted to it; counters of the optimizer and a module's extra state stay as they are
     dtype: torch.dtype | None = None
     max_shard_size: int = MAX_SHARD_SIZE  # bytes of tensors in one file of a folder
     force: bool = False  # whether an earlier result may be replaced
@@ -281,7 +282,7 @@ def _converted(source: Folder, options: ExportOptions) -> Iterator[_Converted]:
 def _shaped_as(tensors: StoredTensors, name: str, options: ExportOptions) -> Shaped:
     found = tensors.shaped(name)
     counts = options.tensors == "optimizer" and not found.shape
-    if options.dtype is None or counts or not found.dtype.is_floating_point:
+    if options.dtype is None or counts or is_of_value(name) or not found.dtype.is_floating_point:
         return found
     return Shaped(options.dtype, found.shape)
 
