@@ -17,7 +17,7 @@ from windlass import Accelerator, Trainer, TrainingArguments
 from windlass.checkpoint.weights import save_weights
 from windlass.compat.plugins import AORecipeKwargs
 from windlass.config.plan import Float8Plan
-from windlass.core.errors import ConfigError
+from windlass.core.errors import CheckpointError, ConfigError
 from windlass.transforms.float8 import apply_float8
 from windlass.utils.other import clean_state_dict_for_safetensors
 
@@ -86,6 +86,17 @@ def test_weights_that_a_script_wrapped_for_a_gather_are_all_saved(tmp_path: Path
     assert all(torch.equal(saved.pop(name), weight) for name, weight in plain.state_dict().items())
     assert saved == {}
     assert clean_state_dict_for_safetensors(state).keys() == state.keys()
+
+
+def test_weights_without_bits_of_their_own_are_refused_before_the_first_update(tmp_path: Path) -> None:
+    library, model = pytest.importorskip("torchao.quantization"), Network()
+    library.quantize_(model.layers[0], library.Int8WeightOnlyConfig())
+    model.layers[0].requires_grad_(False)
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, report_to="none", use_cpu=True)
+    run = Trainer(model, args, train_dataset=rows())
+    with pytest.raises(CheckpointError, match=r"layers\.0\.product\.weight, a Int8Tensor"):
+        run.train()
+    assert run.state.global_step == 0
 
 
 def test_a_product_is_that_of_the_rounded_factors() -> None:

@@ -28,9 +28,11 @@ from windlass.core.errors import CheckpointError
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger, showing_place, warn_once
 from windlass.core.module_state import bare, state_of
+from windlass.core.tensors import bits_of
 from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import together
+from windlass.dist.sharded import is_packed, local
 from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
 
@@ -127,15 +129,20 @@ class ModelWriter:
                 save_weights(folder, self.layout(tensors), name=name)
             _warn_of_others(folder, name)
 
-    def check_configurations(self) -> None:
-        """Check that the configurations can be written: transformers refuses some settings of generation only then.
-        Raises CheckpointError with its reason.
+    def check_savable(self) -> None:
+        """Check that the configurations can be written, of which transformers refuses some settings of generation only
+        then, and weights that are made of other tensors. Raises CheckpointError with the reason.
         """
         what = (
             f"the configurations of {type(bare(self.model)).__name__}, which are saved with each checkpoint"
         )
         with naming(f"{what}, cannot be written; correct them before training, or set save_strategy='no'"):
             self._configurations(Path())
+        for name, weight in state_of(self.model).items() if self.adapter is None else ():
+            if is_packed(weight):
+                what = f"the weight {name}, a {type(weight).__name__}, is saved with each checkpoint and has no bits"
+                with naming(f"{what} of its own to write; train an adapter alone, or set save_strategy='no'"):
+                    bits_of(local(weight))
 
     def _configurations(self, target: Path) -> dict[str, bytes]:
         adapter, model = self.adapter, bare(self.model)

@@ -116,8 +116,8 @@ class RunTraining(LoopHooks):
         self._events.restore_callbacks(restore_args)
 
     def _check_savable(self) -> None:
-        """Check before the first update that the model's configurations and the state of the script's own objects can
-        be saved. Collective.
+        """Check before the first update that the model, its configurations and the state of the script's own objects
+        can be saved. Collective.
         """
         save = self._context.plan.save
         if save.cadence.strategy == "no" and save.every is None:
@@ -125,7 +125,7 @@ class RunTraining(LoopHooks):
 
         def check() -> None:
             if self._context.all_ranks.rank == 0:
-                self._context.files.check_configurations()
+                self._context.files.check_savable()
             if save.model_only:
                 return
             check_savable("lr_scheduler", self._schedule.exposed, self._schedule)
