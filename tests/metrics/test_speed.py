@@ -39,3 +39,13 @@ def test_a_weight_that_is_computed_is_counted_by_its_parameters() -> None:
     layer.parametrizations.weight.register_forward_hook(lambda part, *_: computed.append(part))
     assert count_flops(nn.Sequential(layer)) == ModelFlops(6.0 * (2 + 4 + 2), 0.0)
     assert not computed
+
+
+def test_a_mixture_whose_configuration_has_no_number_of_chosen_experts_has_no_count() -> None:
+    """Each position is multiplied with few of its experts, and all were counted."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=8, d_model=4, d_kv=2, d_ff=4, num_layers=1, num_decoder_layers=1, num_heads=2, num_experts=2,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+    )  # fmt: skip
+    assert count_flops(transformers.SwitchTransformersForConditionalGeneration(config)) is None

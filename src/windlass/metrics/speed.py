@@ -67,7 +67,9 @@ def count_flops(model: nn.Module) -> ModelFlops | None:
     config = getattr(model, "config", None)
     # Experts take part in some positions only, and convolutions in many products for each value of their input.
     chosen = getattr(getattr(config, "text_config", None) or config, "num_experts_per_tok", None)
-    if chosen is not None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+    # Some configurations have that number under other names, or do not have it: their layers hold `experts`.
+    mixes = chosen is not None or any(name.endswith(".experts") for name, _ in model.named_modules())
+    if mixes or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return None
     parameters = multiplied(model)
     if not all(p.is_floating_point() for p in parameters):  # several weights are packed into one number
