@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.dist.launch import failure_on_ranks, on_ranks
 
+from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.run_lock import RunLock
 from windlass.cli.main import main
 from windlass.core.errors import ConfigError
@@ -83,7 +84,7 @@ def test_the_base_of_a_run_stays_and_another_run_gets_another(
     assert weights.read_bytes() == first
     other = [f"training.output_dir={problems.parent / 'other'}", "training.max_steps=4"]
     assert main([*words, *other, "--resume", str(weights.parents[1] / "checkpoint-3")]) == 2
-    assert "is missing: the adapter of the run that is resumed" in capsys.readouterr().err
+    assert "holds no complete base, and the adapter of the run that is resumed" in capsys.readouterr().err
     with RunLock(problems.parent / "run"):  # of a run that is under way
         assert main([*words, "base.max_steps=3"]) == 2
     assert "another run is writing to it" in capsys.readouterr().err
@@ -110,6 +111,15 @@ def test_a_run_in_a_remote_folder_is_continued_on_another_machine_with_its_token
     base = (tmp_path / "remote/run/base/model.safetensors").read_bytes()
     problems.write_text(problems.read_text().replace("Tom has", "Zoe and Yak saw"))
     monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "two"))
+
+    def fails(folder: RemoteFolder, operation: str, name: str) -> None:
+        if operation == "download" and folder.url.endswith("/base") and name == "model.safetensors":
+            raise ConnectionError("the line is cut")
+
+    with monkeypatch.context() as cut:
+        cut.setattr(RemoteFolder, "before", fails)
+        assert main([*words, "training.max_steps=3", "--resume"]) != 0
+    assert not list((tmp_path / "two").glob("*/*base"))
     assert main([*words, "training.max_steps=3", "--resume"]) == 0
     assert (tmp_path / "remote/run/checkpoint-3/tokenizer.json").read_bytes() == tokenizer
     assert (tmp_path / "remote/run/base/model.safetensors").read_bytes() == base

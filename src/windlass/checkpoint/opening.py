@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from windlass.checkpoint.export import whole_folder
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
@@ -72,16 +73,15 @@ def upload_files(output_dir: str) -> None:
 
 
 def download_folder(output_dir: str, name: str, last: str) -> None:
-    """Download a folder beside the checkpoints of a URL into its staging folder, if it has the file `last`, which
-    completes it there and here. Raises OSError if something did not arrive.
+    """Download a folder beside the checkpoints of a URL into its staging folder, all of it or nothing, if it has the
+    file `last`, which completes it there. Raises OSError or CheckpointError if something did not arrive.
     """
-    remote, root = RemoteFolder(output_dir), local_folder(output_dir)
-    if not remote.has(f"{name}/{last}"):
+    remote, files = RemoteFolder(output_dir).child(name), Files()
+    if not remote.has(last):
         return
-    (root / name).mkdir(parents=True, exist_ok=True)
-    mirror, files = Mirror(root, remote, loose=remote), Files()
-    for one in sorted(remote.names(name), key=lambda one: one == last):
-        mirror.fetch_loose(f"{name}/{one}", files)
+    with whole_folder(local_folder(output_dir) / name, files, lambda: None) as new:
+        for one in filter(remote.has, remote.names()):
+            files.write(new / one, remote.chunks(one))
 
 
 def open_on_all(manager: CheckpointManager, which: Literal[True] | str, all_ranks: Gang) -> Checkpoint:

@@ -247,7 +247,7 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
     # In the layout of a base, which shares out its rows. The trainer that follows divides the model as it is asked to;
     # the reverse is not possible in one process.
     all_ranks = Session.open(own).all_ranks
-    together(all_ranks, lambda: _find_base(folder, args), (OSError,))
+    together(all_ranks, lambda: _find_base(folder, args), (CheckpointError, OSError))
     kept = all_ranks.gather_objects(_is_kept(folder, settings, parts.resumed))
     if all(kept):
         return folder
@@ -258,8 +258,8 @@ def trained_base(parts: RecipeParts, rows: Any, args: TrainingArguments) -> Path
         )
     if parts.resumed and recipe.adapter is not None:
         raise CheckpointError(
-            f"{folder} is missing: the adapter of the run that is resumed was trained on this base. Copy the folder "
-            f"{FOLDER} of that run there"
+            f"{folder} holds no complete base, and the adapter of the run that is resumed was trained on one. Put the "
+            f"folder {FOLDER} of that run there"
         )
     # The base of a run that is under way in this folder is not replaced.
     run = RunFolder(args, all_ranks)
