@@ -208,9 +208,10 @@ class Uploads:
         folder = upload.files.path
         found = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {path.relative_to(folder).as_posix(): path for path in found}
-        removed = self._client.names(upload.replaces) if upload.replaces else []
+        there = self._client.names()
+        removed = [name for name in there if upload.replaces and name.startswith(f"{upload.replaces}/")]
         # Weights of the model in another number of files: `from_pretrained` prefers one file, however old.
-        removed += left_over(self._client.names(), files)
+        removed += left_over(there, files)
         # After the files were listed: who gives up removes them, and the Hub's would seem to be no longer wanted.
         if upload.given_up.is_set():
             raise HubError("no caller waits for the upload", passing=False)
