@@ -25,10 +25,10 @@ from windlass.dist.sharded import is_in_parts
 
 _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # Types that backends cannot add, and one that they can. The sum of two booleans would be one of the value 2.
-_SENT_AS = {
-    torch.bool: torch.int32, torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64,
-    torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
-}  # fmt: skip
+_SENT_AS = dict.fromkeys((torch.bool, torch.int16, torch.uint16), torch.int32)
+_SENT_AS |= {torch.uint32: torch.int64} | dict.fromkeys(
+    (torch.float8_e4m3fn, torch.float8_e5m2), torch.float32
+)
 
 Kind = tuple[str, list[int]]
 """Type and shape of a tensor, as they travel."""
