@@ -52,41 +52,40 @@ def _without(kind: type[yaml.SafeLoader], *names: str) -> dict[str, list[tuple[s
 
 
 class LaunchLoader(yaml.SafeLoader):
-    """YAML 1.1, in which `no` is False, but for whole numbers and times: `1:00:00` is text and not 3600, `010` is 10
-    and not 8, and a date is text.
+    """YAML 1.1, in which `no` is False, but for whole numbers, which are decimal, and dates: `1:00:00` is text and not
+    3600, and `010` is text and not 8.
     """
 
     yaml_implicit_resolvers = _without(yaml.SafeLoader, "int", "timestamp")
+
+
+LaunchLoader.add_implicit_resolver(_INT, re.compile(r"^-?(?:0|[1-9][0-9]*)$"), list("-0123456789"))
+
+
+class _Loader(LaunchLoader):
+    """YAML 1.2's plain scalars: `no`, `on` and `off` are words and `5e-5` is a number, unlike in YAML 1.1."""
+
+    yaml_implicit_resolvers = _without(LaunchLoader, "bool", "float", "int")
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = str(self.construct_scalar(node))
         return int(text, 16 if "x" in text else 10)
 
 
-LaunchLoader.add_constructor(_INT, LaunchLoader.construct_yaml_int)
-LaunchLoader.add_implicit_resolver(
-    _INT, re.compile(r"^[-+]?(?:[0-9]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
-)
-
-
-class _Loader(LaunchLoader):
-    """YAML 1.2's plain scalars: `no`, `on` and `off` are words and `5e-5` is a number, unlike in YAML 1.1."""
-
-    yaml_implicit_resolvers = _without(LaunchLoader, "bool", "float")
-
-
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:[0-9]+|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 
 
-class ForeignLoader(yaml.SafeLoader):
+class ForeignYaml(yaml.SafeLoader):
     """YAML 1.1, as other programs read their configurations: `no` is False. `5e-5` is a number, as it is to them."""
 
     yaml_implicit_resolvers = _without(yaml.SafeLoader, "float")
 
 
-for _loader in (_Loader, ForeignLoader):
+for _loader in (_Loader, ForeignYaml):
     _loader.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(
