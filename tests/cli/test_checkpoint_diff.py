@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import WEIGHTS_NAME
 from windlass.cli.main import main
+from windlass.dist.gang import Gang
 
 
 def save(root: Path, step: int, weights: dict[str, torch.Tensor], rows: int) -> str:
@@ -61,6 +63,22 @@ def test_imaginary_parts_are_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     paths = [save(tmp_path, step, {"layer": torch.tensor([1 + 3j * step])}, 0) for step in (1, 2)]
     assert main(["checkpoint", "diff", *paths]) == 1
     assert "layer: max abs difference 3" in capsys.readouterr().out
+
+
+def test_every_model_and_optimizer_that_ranks_wrote_in_parts_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for step in (1, 2):
+        parts = [
+            parts_of_rank(stem, {"layer": torch.full((2,), value)}, Gang())
+            for stem, value in (("model", 1.0), ("model_1", float(step)), ("optimizer_0", float(step)))
+        ]
+        paths.append(CheckpointManager(Store(tmp_path)).save(step, Content(parts=parts), meta={}))
+    assert main(["checkpoint", "diff", *map(str, paths)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert {"model_1: layer: max abs difference 1", "optimizer_0: layer: max abs difference 1"} < {*lines}
+    assert lines[-1].startswith("2 differences")
 
 
 def test_values_are_told_apart_by_all_keys_on_the_way(

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import windlass
 from tests.finetuning import small
 from tests.finetuning.preferences import pairs, settings
 
+import windlass
 from windlass.core.errors import ConfigError
 from windlass.finetuning.dpo_trainer import DPOTrainer
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import FileEntry
+from windlass.checkpoint.manifest import MANIFEST_NAME
 from windlass.checkpoint.sharded import index_name
 from windlass.checkpoint.stored import (
     OPTIMIZER,
@@ -28,7 +30,7 @@ from windlass.core.tensors import same_bits
 
 _PIECE = 1 << 22  # elements that are compared at a time
 _SHOWN = 60  # characters of a plain value
-_OWN = ("manifest.json", index_name("model"), index_name(OPTIMIZER))
+_PARTS = index_name("")  # the end of the name of an index, before which its stem stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,18 @@ _Opener = Callable[[Folder], AbstractContextManager[StoredTensors] | None]
 
 def _tensor_groups(first: Folder, second: Folder) -> Iterator[tuple[str, _Opener]]:
     yield "model", open_weights
-    optimizer = {f"{OPTIMIZER}.safetensors", index_name(OPTIMIZER)}
-    yield OPTIMIZER, lambda folder: open_optimizer(folder) if optimizer & folder.names else None
-    for name in sorted({*state_files(first), *state_files(second)}):
+    indices = {name for name in first.names | second.names if name.endswith(_PARTS)}
+    stems = sorted({OPTIMIZER, *(name.removesuffix(_PARTS) for name in indices)} - {"model"})
+    for stem in stems:
+        yield stem, partial(_open_stem, stem)
+    whole = {f"{stem}.safetensors" for stem in stems}
+    for name in sorted({*state_files(first), *state_files(second)} - whole):
         yield name, lambda folder, name=name: open_state_file(folder, name) if name in folder else None  # type: ignore[misc]
+
+
+def _open_stem(stem: str, folder: Folder) -> AbstractContextManager[StoredTensors] | None:
+    names = {f"{stem}.safetensors", index_name(stem)}
+    return open_optimizer(folder, stem) if names & folder.names else None
 
 
 def _compare_groups(found: Comparison, where: str, opener: _Opener, first: Folder, second: Folder) -> None:
@@ -128,7 +138,9 @@ _Path = tuple[str, ...]
 
 
 def _plain_files(folder: Folder) -> set[str]:
-    return {name for name in folder.names if not name.endswith(".safetensors") and name not in _OWN}
+    return {
+        name for name in folder.names if not name.endswith((".safetensors", _PARTS)) and name != MANIFEST_NAME
+    }
 
 
 def _file_differences(name: str, first: Folder, second: Folder) -> Iterator[Difference]:

@@ -194,15 +194,19 @@ def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitSta
 
 
 @contextmanager
-def open_optimizer(folder: Folder) -> Iterator[StoredTensors]:
-    """The tensors of the optimizer's state, named `PARAMETER/KEY`."""
+def open_optimizer(folder: Folder, stem: str = OPTIMIZER) -> Iterator[StoredTensors]:
+    """The tensors of an optimizer's state, named `PARAMETER/KEY`. `stem`: of the names of its files; a loop may have
+    several optimizers, and models beside the first one.
+    """
     tensors = StoredTensors()
     with ExitStack() as opened:
-        if f"{OPTIMIZER}.safetensors" in folder:
-            whole = _open_file(folder, f"{OPTIMIZER}.safetensors", opened)
+        if f"{stem}.safetensors" in folder:
+            whole = _open_file(folder, f"{stem}.safetensors", opened)
             tensors.add(whole, lambda name: name.removeprefix("state/"))
-        if index_name(OPTIMIZER) in folder:
-            tensors.add(opened.enter_context(open_parts(folder.path, OPTIMIZER, folder.files)))
+        if index_name(stem) in folder:
+            parts = opened.enter_context(open_parts(folder.path, stem, folder.files))
+            tensors.add(parts)
+            tensors.aliases = parts.aliases
         if not tensors.names:
             other = (
                 "; optimizer.pt, which torch.save wrote, is not exported" if "optimizer.pt" in folder else ""
