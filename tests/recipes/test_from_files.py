@@ -15,7 +15,7 @@ from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
-from windlass.recipes.from_files import from_document, from_file, from_recipe
+from windlass.recipes.from_files import find_file, from_document, from_file, from_recipe
 
 COMMON = """\
 compute_environment: LOCAL_MACHINE
@@ -169,6 +169,16 @@ def test_a_file_that_accelerate_config_wrote_is_read_whole(tmp_path: Path) -> No
     assert settings.notes == []
     shard = plan_parallel(settings, World(0, 2, 0, 2)).dist.shard
     assert shard == ShardPlan(cpu_offload=True, param_dtype="bf16", reduce_dtype="fp32")
+
+
+@pytest.mark.parametrize("home", ["~a-user-without-a-home", "/" + "x" * 300])
+def test_a_user_who_cannot_enter_a_home_has_no_file_there(home: str, tmp_path: Path) -> None:
+    """The name is too long to look at, as a folder of another user's cannot be."""
+    assert find_file({"WINDLASS_HOME": home, "HF_HOME": home}) == (None, "")
+    theirs = tmp_path / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir()
+    theirs.touch()
+    assert find_file({"WINDLASS_HOME": home, "HF_HOME": str(tmp_path)})[0] == theirs
 
 
 def test_the_real_accelerate_reads_what_we_write(tmp_path: Path) -> None:
