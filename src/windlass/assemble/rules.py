@@ -39,6 +39,8 @@ class Facts:
 
 # Methods of other trainers that are parts of their loop; the loop of Windlass never calls an override of them.
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
+_PARALLEL = "set parallelism_config"
+_SEARCH = "pass `hp_space` and `compute_objective` to `hyperparameter_search`"
 _CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
 NEVER_CALLED = {
     "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
@@ -69,6 +71,17 @@ NEVER_CALLED = {
     "_load_scaler": _CHECKPOINTS,
     "_load_callback_state": _CHECKPOINTS,
     "_rotate_checkpoints": "set save_total_limit",
+    "_push_from_checkpoint": "set hub_strategy, or use a callback's on_save",
+    "_validate_args": "check them in the constructor",
+    "_build_accelerator_args": "set accelerator_config, and the arguments of the engine",
+    "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
+    "get_sp_size": _PARALLEL,
+    "get_cp_size": _PARALLEL,
+    "get_tp_size": _PARALLEL,
+    "_prepare_context_parallel_inputs": "override `_prepare_inputs`",
+    "_hp_search_setup": _SEARCH,
+    "_report_to_hp_search": _SEARCH,
+    "store_flos": "override `floating_point_ops`",
 }
 MAX_STEPS = 10**9
 

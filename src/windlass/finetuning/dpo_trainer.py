@@ -121,9 +121,7 @@ class DPOTrainer(ReferenceTrainer[DPOConfig]):
 
     def _reference_sums(self, batch: Any) -> Tensor:
         with self._documents_apart(), self.compute_loss_context_manager():
-            return self._reference.log_probabilities(
-                self.model, self._prepare_inputs(batch), self.args.ld_alpha
-            )
+            return torch.cat(self.compute_ref_log_probs(self.model, self._prepare_inputs(batch)))
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         """The log-probabilities of the chosen and of the rejected answers of a batch under the reference, of shape

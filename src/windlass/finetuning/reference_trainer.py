@@ -30,7 +30,9 @@ from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
 from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
+from windlass.finetuning.uncalled import check_overrides
 from windlass.text.pair_encoder import PairRows
+from windlass.trainer.hooks import replaced
 from windlass.trainer.instead import takes_place
 from windlass.trainer.services import spread_in_stages
 from windlass.transforms.model_limits import ModelLimits
@@ -115,6 +117,7 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
+        check_overrides(self)
         args = begin_tuning(self.CONFIG, args, model, train_dataset)
         own_collator = data_collator is not None
         self._check_passed(args, own_collator=own_collator, has_metrics=compute_metrics is not None)
@@ -157,7 +160,8 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
         Collective.
         """
         self.can_return_loss, self.label_names = True, []
-        choice, self._key = self._choice, None if own_collator else self._settings_key()
+        choice, own_pass = self._choice, own_collator or replaced(self, "compute_ref_log_probs")
+        self._key = None if own_pass else self._settings_key()
         if self._engine.dist.pipeline is not None:
             refuse(self.args.stage_problems())
         computes = self.args.precompute_ref_log_probs and not takes_place()

@@ -19,6 +19,7 @@ from windlass.finetuning.peft_adapters import predicts_first_labels
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reward_config import RewardConfig
 from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
+from windlass.finetuning.uncalled import check_overrides
 from windlass.text.pair_encoder import PairOptions
 from windlass.transforms.model_limits import ModelLimits
 
@@ -66,6 +67,7 @@ class RewardTrainer(FineTuner):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
+        check_overrides(self)
         args = begin_tuning(RewardConfig, args, model, train_dataset)
         base = open_tuned_model(model, args, processing_class, quantization_config, peft_config, labels=1)
         _refuse_learnt_prompts(base.model)

@@ -20,6 +20,7 @@ from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_data import SFTData, holds_images
 from windlass.finetuning.sft_parts import open_images, refuse_unequal, sft_arguments, sft_collator
 from windlass.finetuning.tuned_model import open_tuned_model
+from windlass.finetuning.uncalled import check_overrides
 from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks
@@ -80,6 +81,7 @@ class SFTTrainer(FineTuner):
         tokenizer: Any = None,
         **earlier: Any,
     ) -> None:
+        check_overrides(self)
         args = sft_arguments(args, model, train_dataset, earlier)
         own_collator, own_loss = data_collator is not None, compute_loss_func is not None
         formatted, scored = formatting_func is not None, compute_metrics is not None
