@@ -234,6 +234,17 @@ def test_json_and_old_words_are_read(tmp_path: Path) -> None:
     settings = from_file(path)
     assert settings.problems == []
     assert settings["precision"].value == "fp16"
+    (hours := tmp_path / "slurm.yaml").write_text(
+        "engine_options: {time: 1:00:00}\nuse_cpu: yes\nmachine_rank: 010"
+    )
+    settings = from_file(hours)
+    assert settings["launch.engine_options"].value == {"time": "1:00:00"}, "3600 would be minutes"
+    assert (settings["cpu"].value, settings["launch.machine_rank"].value) == (True, 10)
+    hours.write_text("env: {DAY: 010, NEXT: 1}")
+    assert from_file(hours)["launch.environment"].value == {"DAY": "010", "NEXT": "1"}
+    for text in ("true", "yes", "1.10", "", "[1]"):
+        hours.write_text(f"env: {{WORD: {text}}}")
+        assert "WORD has" in str(from_file(hours).problems[0]), "the variable would not be what is written"
 
 
 def test_sharding_options_of_a_file_without_sharding_are_only_noted(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,11 +48,11 @@ def parse_file(path: Path) -> Mapping[str, Any]:
     """
     import yaml
 
-    from windlass.config.documents import load_yaml
+    from windlass.config.documents import LaunchLoader, load_yaml
 
     text = read_text(path)
     try:
-        document = parse_json(text) if path.suffix == ".json" else load_yaml(text)[0]
+        document = parse_json(text) if path.suffix == ".json" else load_yaml(text, LaunchLoader)[0]
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     if document is None:
