@@ -275,7 +275,7 @@ class Files:
 
 
 def _blob_of(path: Path) -> Path | None:
-    """The file that a name in the Hub's cache stands for; None for any other path. A repository lies there as files in
+    """The file that a link in the Hub's cache leads to; None for any other path. A repository lies there as files in
     `blobs`, and `snapshots` has a folder for each revision, whose names are links to them.
     """
     if not os.path.islink(path):
