@@ -97,6 +97,12 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path) -> None:
 def test_overrides_name_keys_and_values() -> None:
     assert documents.parse_override("--train.learning_rate=5e-5") == (("train", "learning_rate"), 5e-5)
     assert documents.parse_override("new=[1]") == (("new",), [1])
+    assert documents.parse_override("mixture={http://a: [], 'b:c', d}") == (
+        ("mixture",),
+        {"http://a": [], "b:c": None, "d": None},
+    )
+    with pytest.raises(ConfigError, match="'r:8' has no value: write a space after the colon"):
+        documents.parse_override("adapter={r:8, lora_alpha: 16}")
 
 
 @pytest.mark.parametrize(

@@ -221,11 +221,17 @@ def parse_override(text: str) -> tuple[Keys, Any]:
         )
     try:
         return keys, load_yaml(value, _Loader)[0]
+    except _Unspaced as error:
+        raise ConfigError(Problem(".".join(keys), value, str(error.problem))) from None
     except yaml.YAMLError:
         raise ConfigError(Problem(".".join(keys), value, "is not a valid value; quote it")) from None
 
 
 _MAX_NODES = 1 << 17
+
+
+class _Unspaced(yaml.MarkedYAMLError):
+    """Of `{r:8}` YAML makes the name "r:8" without a value, which would be passed over."""
 
 
 def load_yaml(
@@ -264,3 +270,13 @@ def _check_extent(node: yaml.Node) -> None:
             waiting.extend(here.value)
         elif isinstance(here, yaml.MappingNode):
             waiting.extend(part for pair in here.value for part in pair)
+            for key, value in here.value if here.flow_style else ():
+                _check_spaced(key, value)
+
+
+def _check_spaced(key: yaml.Node, value: yaml.Node) -> None:
+    """Refuse a name that was to be a name and its value."""
+    plain = isinstance(key, yaml.ScalarNode) and key.style is None and ":" in key.value
+    if plain and isinstance(value, yaml.ScalarNode) and not (value.value or value.style):
+        problem = f"{key.value!r} has no value: write a space after the colon"
+        raise _Unspaced(problem=problem, problem_mark=key.start_mark)
