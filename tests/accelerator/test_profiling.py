@@ -62,6 +62,8 @@ def test_a_schedule_that_recorded_nothing_says_so(tmp_path: Path, caplog: pytest
         (ProfileKwargs(activities=["gpu"]), "activities"),  # type: ignore[list-item]
         (ProfileKwargs(activities=["mtia"]), "activities"),
         (ProfileKwargs(schedule_option={"wiat": 1}), "schedule_option"),
+        (ProfileKwargs(schedule_option={"wait": 1}), "schedule_option"),
+        (ProfileKwargs(schedule_option={"wait": -1, "warmup": 1, "active": 1}), "schedule_option"),
     ],
 )
 def test_what_this_machine_cannot_record_is_refused(settings: ProfileKwargs, field: str) -> None:

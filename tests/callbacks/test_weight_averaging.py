@@ -270,7 +270,9 @@ def test_half_precision_has_an_average_in_single(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: EMACallback(decay=1.0), "decay=1.0"),
+        (lambda: EMACallback(decay="0.9"), "decay='0.9'"),  # type: ignore[arg-type]
         (lambda: EMACallback(every=0), "every=0"),
+        (lambda: EMACallback(every=None), "every=None"),  # type: ignore[arg-type]
         (lambda: SWACallback(start_step=-1), "start_step=-1"),
         (lambda: SWACallback(every=1.5), "every=1.5"),  # type: ignore[arg-type]
     ],

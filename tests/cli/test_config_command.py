@@ -139,6 +139,10 @@ def test_default_asks_nothing(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert document["mixed_precision"] == "bf16"
     assert main(["config", "default", "--mixed_precision", "fp12"]) == 2
     assert "--mixed_precision='fp12'" in capsys.readouterr().err
+    assert main(["config", "--config_file", str(home)]) == 2
+    said = capsys.readouterr()
+    assert "is a folder" in said.err
+    assert not said.out, "no question was asked"
 
 
 def test_update_keeps_what_means_something(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ output_dir: out
 AXOLOTL = """\
 base_model: MODEL
 load_in_4bit: true
+load_in_8bit: no
 adapter: qlora
 lora_r: 8
 lora_alpha: 16
@@ -77,6 +78,8 @@ learning_rate: 1.0e-4
 num_train_epochs: 3.0
 warmup_ratio: 0.1
 bf16: true
+train_on_prompt: no
+save_strategy: no
 output_dir: out
 """
 
@@ -115,7 +118,7 @@ def test_of_trl(places: tuple[Path, Path], capsys: Any) -> None:
 def test_of_axolotl(places: tuple[Path, Path], capsys: Any) -> None:
     recipe, said = converted(AXOLOTL, places, capsys)
     assert recipe.adapter["target_modules"] == "all-linear"
-    assert recipe.data.eval_fraction == 0.05
+    assert (recipe.quantization, recipe.data.eval_fraction) == ("nf4", 0.05)
     wanted = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 1, "packing": True,
         "lr_scheduler_type": "cosine", "bf16": True, "assistant_only_loss": True, "save_strategy": "epoch",
@@ -134,6 +137,8 @@ def test_of_llama_factory(places: tuple[Path, Path], capsys: Any) -> None:
     assert recipe.data.max_samples == 50
     assert (recipe.training["max_length"], recipe.training["dataset_num_proc"]) == (1024, 4)
     assert recipe.training["warmup_steps"] == 0.1
+    assert "completion_only_loss" not in recipe.training
+    assert recipe.training["save_strategy"] == "no"
     assert "template=llama3: the chat template of the tokenizer is used" in said
 
 

@@ -35,6 +35,16 @@ def test_words_may_stand_anywhere() -> None:
         assert not any(getattr(found, name) for name in left_out)
 
 
+def test_the_path_of_a_recipe_may_have_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (recipe := tmp_path / "lr=0.1" / "my.yaml").parent.mkdir()
+    recipe.touch()
+    found = read_options(["lr=0.1/my.yaml", "training.seed=3"])
+    assert (found.recipe, found.overrides) == ("lr=0.1/my.yaml", ["training.seed=3"])
+
+
 def test_resume_may_name_a_checkpoint() -> None:
     assert read_options(["a.yaml", "--resume", "runs/a/checkpoint-3"]).resume == "runs/a/checkpoint-3"
     options = read_options(["--resume", "b=1", "b=2"])

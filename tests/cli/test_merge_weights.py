@@ -54,6 +54,10 @@ def test_what_is_refused(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     for words, message in cases:
         assert main(["merge-weights", *words]) == 2
         assert message in capsys.readouterr().err
+    (parts / "manifest.json").touch()
+    assert main(["merge-weights", str(parts), str(empty), "--remove_checkpoint_dir"]) == 2
+    assert "all else that a run resumes with" in capsys.readouterr().err
+    (parts / "manifest.json").unlink()
     assert not any(empty.iterdir())
     main(["merge-weights", str(parts), str(empty)])
     assert main(["merge-weights", str(parts), str(empty)]) == 2

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from tests.cli.launching.test_local import windlass
 
-from windlass.cli import selftest_ranks
+from windlass.cli import selftest, selftest_ranks
 from windlass.compat.state import AcceleratorState
 from windlass.dist.gang import leave
 
@@ -26,6 +26,12 @@ def test_this_installation_trains_in_two_processes() -> None:
     assert found["passed"] is True
     assert [one["result"] for one in found["checks"]] == ["passed"] * 4
     assert found["launched_with"] == ["--num_processes", "2", "--cpu"]
+
+
+def test_a_file_with_dashes_in_its_flag_is_not_overridden_by_two_processes() -> None:
+    words = ["--config-file", "a.yaml", "--num-processes", "3", "--cpu"]
+    options, flags = selftest.build_parser().parse_known_args(words)
+    assert (options.config_file, options.num_processes, flags) == ("a.yaml", 3, ["--cpu"])
 
 
 @pytest.mark.usefixtures("stateless")

@@ -212,7 +212,7 @@ def test_dicts_and_files(tmp_path: Path) -> None:
     values = {"number": 3, "path": "p", "off": True}
     wanted = (Options(number=3, path="p"), Switches(off=True))
     (tmp_path / "a.json").write_text(json.dumps(values))
-    (tmp_path / "a.yaml").write_text("number: 3\npath: p\n'off': true\n")
+    (tmp_path / "a.yaml").write_text("number: 3\npath: p\n'off': yes\n")
     parser = HfArgumentParser([Options, Switches])
     assert parser.parse_dict(values) == wanted
     assert parser.parse_json_file(tmp_path / "a.json") == wanted

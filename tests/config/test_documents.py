@@ -21,7 +21,9 @@ from windlass.core.errors import ConfigError
     [
         ("5e-5", 5e-5), ("1E3", 1e3), (".5", 0.5), ("-2.", -2.0), ("3", 3), ("+3", 3), ("0x1f", 31), ("true", True),
         ("False", False), ("no", "no"), ("yes", "yes"), ("on", "on"), ("off", "off"), ("null", None), ("~", None),
-        ("", None), ("1.5.2", "1.5.2"), ("v1", "v1"), ("e5", "e5"), ("[1, 2e-3]", [1, 2e-3]), (".inf", float("inf")),
+        ("", None), ("1.5.2", "1.5.2"), ("v1", "v1"), ("e5", "e5"), ("-010", -10),
+        ("1:00:00", "1:00:00"), ("1_0", "1_0"), ("2026-11-30", "2026-11-30"),
+        ("[1, 2e-3]", [1, 2e-3]), (".inf", float("inf")),
         ("{a: no}", {"a": "no"}), ("'5'", "5"),
     ],
 )  # fmt: skip
@@ -95,13 +97,19 @@ def test_a_missing_file_and_one_that_is_no_text(tmp_path: Path) -> None:
 def test_overrides_name_keys_and_values() -> None:
     assert documents.parse_override("--train.learning_rate=5e-5") == (("train", "learning_rate"), 5e-5)
     assert documents.parse_override("new=[1]") == (("new",), [1])
+    assert documents.parse_override("mixture={http://a: [], 'b:c', d}") == (
+        ("mixture",),
+        {"http://a": [], "b:c": None, "d": None},
+    )
+    with pytest.raises(ConfigError, match="'r:8' has no value: write a space after the colon"):
+        documents.parse_override("adapter={r:8, lora_alpha: 16}")
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("nothing", "c=[1", "=3", "x..y=1"),
-        *("control=a\x01b", "surrogate=\udcc3", "date=2020-13-45", "tag=!!int x", "deep=" + "[" * 5000),
+        *("control=a\x01b", "surrogate=\udcc3", "tag=!!int x", "deep=" + "[" * 5000),
     ],
 )
 def test_bad_overrides_are_refused(text: str) -> None:

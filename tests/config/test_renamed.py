@@ -196,6 +196,18 @@ def test_a_ratio_is_a_share(ratio: float) -> None:
         TrainingArguments("out", warmup_ratio=ratio)
 
 
+def test_a_switch_is_on_only_where_it_says_so() -> None:
+    for off in (0, "no", "False"):
+        args = TrainingArguments("o", adafactor=off, group_by_length=off)
+        assert (args.optim, args.train_sampling_strategy) == ("adamw_torch_fused", "random")
+    args.adafactor = "yes"
+    assert args.optim == "adafactor"
+    args.adafactor = 0
+    assert args.optim == "adamw_torch_fused"
+    with pytest.raises(ConfigError, match="adafactor='perhaps': must be true or false"):
+        TrainingArguments("o", adafactor="perhaps")
+
+
 def test_problems_of_old_and_new_names_come_together() -> None:
     with pytest.raises(ConfigError) as error:
         TrainingArguments("out", past_index=3, learning_rat=1, evaluation_strategy="sometimes", seed=-1)

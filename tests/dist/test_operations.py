@@ -117,6 +117,15 @@ def beyond_the_peer(rank: int) -> None:
     strided = torch.arange(12.0).reshape(3, 4).t()
     target = strided.clone() if rank == 1 else torch.zeros(3, 4).t()
     assert_same(ours.broadcast(target, from_process=1), strided)
+    for kind in (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64):
+        mine = torch.tensor([1, 0, rank]).to(kind)
+        assert_same(ours.reduce(mine, "sum"), torch.tensor([3, 0, 3]).to(kind))
+        assert_same(ours.broadcast(mine, from_process=2), torch.tensor([1, 0, 2]).to(kind))
+    assert int(ours.reduce(torch.tensor(True), "sum").sum()) == 1, (
+        "a boolean that holds a 3 counts three times"
+    )
+    conjugate = torch.tensor([rank + 1j]).conj()
+    assert_same(ours.broadcast(conjugate, from_process=1).resolve_conj(), torch.tensor([1 - 1j]))
     assert not ours.reduce(torch.ones(1, requires_grad=True)).requires_grad
     assert_same(ours.reduce(torch.ones(1), scale=2.0), torch.tensor([2.0]))
     assert_same(

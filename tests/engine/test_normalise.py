@@ -15,6 +15,7 @@ from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms
 from windlass.data.update_batch import UpdateBatch
 from windlass.engine.normalise import LoopNormaliser, Meaning, MicroBatch, UpdateNormaliser, _weigh
+from windlass.metrics.evaluation import MeanLoss
 
 losses = st.lists(st.floats(-1e3, 1e3), max_size=5)
 # The losses of each target, for each micro-batch of each rank: some micro-batches have none.
@@ -136,6 +137,21 @@ def test_a_filler_weighs_nothing(meaning: Meaning, loss: float) -> None:
     taken(normaliser, LossTerms(torch.tensor(loss), 3.0, {"aux": torch.tensor(loss)}))
     assert share_of(normaliser) == 0.0
     assert float(normaliser.weight) == 0.0  # type: ignore[arg-type]
+    normaliser.scope(update, 0)
+    taken(normaliser, LossTerms(torch.tensor(loss), loss))  # of no targets: 0 / 0
+    assert float(normaliser.weight) == 0.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weight", [-3.0, math.nan, math.inf])
+def test_a_weight_that_divides_nothing_is_refused(weight: float) -> None:
+    """An estimate in its place would be a wrong loss without a word."""
+    normaliser = UpdateNormaliser(1)
+    normaliser.scope(update_of(2.0, 2.0), 0)
+    taken(normaliser, LossTerms(torch.tensor(1.0), weight))
+    with pytest.raises(ModelError, match=f"LossTerms of this update add up to {weight}"):
+        _ = normaliser.total
+    with pytest.raises(ModelError, match=f"LossTerms of this update add up to {weight}"):
+        LoopNormaliser(1, lambda value: value).apply(LossTerms(torch.tensor(1.0), torch.tensor(weight)))
 
 
 def test_a_mean_over_no_targets_is_nan_but_its_share_is_zero() -> None:
@@ -211,6 +227,17 @@ def test_plain_losses_of_a_loop_count_by_their_samples(samples: list[int], steps
         handed += float(normaliser.apply(mean)) / world
     expected = sum(rank * count for rank, count in enumerate(samples)) / everywhere / steps
     assert handed == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_term_that_was_named_later_is_checked_too() -> None:
+    terms = LossTerms(torch.tensor(1.0), 2.0, {"aux": torch.tensor(3.0)})
+    terms.aux["loss"] = torch.tensor(3.0)
+    normaliser = UpdateNormaliser(1)
+    normaliser.scope(update_of(2.0, 2.0), 0)
+    with pytest.raises(ModelError, match="reports use that name"):
+        taken(normaliser, terms)
+    with pytest.raises(ModelError, match="reports use that name"):
+        MeanLoss().add(terms, 2.0, 1)
 
 
 def test_what_an_update_of_a_run_must_not_mix() -> None:

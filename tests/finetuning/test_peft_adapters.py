@@ -285,6 +285,17 @@ def test_a_wrong_adapter_is_refused(tmp_path: Path) -> None:
         )
 
 
+def test_ranks_that_change_are_not_sharded_and_change_by_a_callback_alone(
+    tmp_path: Path, caplog: Any
+) -> None:
+    adapter = peft.AdaLoraConfig(total_step=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    caplog.set_level("WARNING", logger="windlass")
+    trainer = trainer_of(tmp_path, small.texts(), peft_config=adapter, fsdp="full_shard")
+    assert "ranks stay at init_r until a callback" in caplog.text
+    with pytest.raises(ConfigError, match="peft_config='AdaLoraConfig': reads all of its weights"):
+        trainer.train()
+
+
 def test_a_peft_model_is_trained_as_it_is(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path, small.texts(), model=peft.get_peft_model(small.model(), lora()), packing=True

@@ -81,6 +81,7 @@ THIRD_PARTY = {
     "_name_or_path": "transformers' configurations remember there where they came from",
     **dict.fromkeys(("_ex_iterable", "_starting_state_dict", "_distributed", "_formatting"), _DATASETS),
     **dict.fromkeys(("_convert_mem", "_equivalence_dict", "_make_sbatch_string", "_valid_parameters"), _SUBMITIT),
+    "_typed_parameters": _SUBMITIT,
     **dict.fromkeys(("_ActionsContainer", "_SubParsersAction", "_actions"), _ARGPARSE),
     **dict.fromkeys(("_asdict", "_fields"), _NAMED_TUPLE),
     "_invalidate_trace": _ORDER,

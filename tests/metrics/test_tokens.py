@@ -33,6 +33,8 @@ def test_labels_that_were_shifted_already_count_whole(table: list[list[int]]) ->
     batch = {"labels": torch.full((1, 4), IGNORED), "shift_labels": torch.tensor(table)}
     expected = sum(value != IGNORED for row in table for value in row)
     assert TargetCounter(shifted=True)(batch) == expected
+    batch = {"labels": torch.tensor(table), "shift_labels": None}
+    assert TargetCounter(shifted=True)(batch) == TargetCounter(shifted=True)({"labels": batch["labels"]})
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ def test_the_learning_rate_falls_from_layer_to_layer() -> None:
 def test_an_option_that_the_optimizer_cannot_use_is_refused(options: dict[str, Any], message: str) -> None:
     defaults = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "fused": None}
     check_group_options({"head": {"lr": 1, "betas": [0, 0.5], "fused": True}}, defaults)
+    check_group_options({"head": {"eps": (None, 1e-4)}}, {"eps": (None, 1e-3)})
     with pytest.raises(ConfigError, match=rf"optim_groups\['head'\]\.{message}"):
         check_group_options({"head": options}, defaults)
 

@@ -15,7 +15,7 @@ from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
-from windlass.recipes.from_files import from_document, from_file, from_recipe
+from windlass.recipes.from_files import find_file, from_document, from_file, from_recipe
 
 COMMON = """\
 compute_environment: LOCAL_MACHINE
@@ -171,6 +171,16 @@ def test_a_file_that_accelerate_config_wrote_is_read_whole(tmp_path: Path) -> No
     assert shard == ShardPlan(cpu_offload=True, param_dtype="bf16", reduce_dtype="fp32")
 
 
+@pytest.mark.parametrize("home", ["~a-user-without-a-home", "/" + "x" * 300])
+def test_a_user_who_cannot_enter_a_home_has_no_file_there(home: str, tmp_path: Path) -> None:
+    """The name is too long to look at, as a folder of another user's cannot be."""
+    assert find_file({"WINDLASS_HOME": home, "HF_HOME": home}) == (None, "")
+    theirs = tmp_path / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir()
+    theirs.touch()
+    assert find_file({"WINDLASS_HOME": home, "HF_HOME": str(tmp_path)})[0] == theirs
+
+
 def test_the_real_accelerate_reads_what_we_write(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -224,6 +234,17 @@ def test_json_and_old_words_are_read(tmp_path: Path) -> None:
     settings = from_file(path)
     assert settings.problems == []
     assert settings["precision"].value == "fp16"
+    (hours := tmp_path / "slurm.yaml").write_text(
+        "engine_options: {time: 1:00:00}\nuse_cpu: yes\nmachine_rank: 010"
+    )
+    settings = from_file(hours)
+    assert settings["launch.engine_options"].value == {"time": "1:00:00"}, "3600 would be minutes"
+    assert (settings["cpu"].value, settings["launch.machine_rank"].value) == (True, 10)
+    hours.write_text("env: {DAY: 010, NEXT: 1}")
+    assert from_file(hours)["launch.environment"].value == {"DAY": "010", "NEXT": "1"}
+    for text in ("true", "yes", "1.10", "", "[1]"):
+        hours.write_text(f"env: {{WORD: {text}}}")
+        assert "WORD has" in str(from_file(hours).problems[0]), "the variable would not be what is written"
 
 
 def test_sharding_options_of_a_file_without_sharding_are_only_noted(caplog: pytest.LogCaptureFixture) -> None:

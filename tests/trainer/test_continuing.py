@@ -342,6 +342,12 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         CheckpointError, match=r"optimizer\.pt is the state of an optimizer with groups of \[11, 14\]"
     ):
         ours(tmp_path / "frozen", frozen, token_rows(8), str(start))
+    adam = torch.load(start / "optimizer.pt", weights_only=True)
+    for group in adam["param_groups"]:  # as an Adam saves it, whose other options are those of AdamW
+        group["decoupled_weight_decay"] = False
+    torch.save(adam, start / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"of another optimizer.*decoupled_weight_decay=False.*=True"):
+        ours(tmp_path / "adam", bert(), token_rows(8), str(start))
     (start / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer\.pt is missing .*Start a new run from its weights"):
         ours(tmp_path / "model-only", bert(), token_rows(8), str(start))

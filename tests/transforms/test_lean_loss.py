@@ -174,6 +174,9 @@ def test_the_auxiliary_loss_has_its_coefficient() -> None:
 def test_labels_that_are_shifted_already() -> None:
     model, batch = _model("llama"), _batch()
     theirs = model(**batch).loss
+    ours, _ = lean_causal_lm_loss(model, {**batch, "shift_labels": None})
+    _same(model, ours, theirs)
+    theirs = model(**batch).loss
     shifted = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
     ours, _ = lean_causal_lm_loss(model, {**batch, "shift_labels": shifted})
     _same(model, ours, theirs)

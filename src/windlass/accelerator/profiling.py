@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,10 +20,9 @@ logger = get_logger(__name__)
 def profile(settings: ProfileKwargs, rank: int = 0) -> Iterator[torch.profiler.profile]:
     """See `Accelerator.profile`."""
     refuse(settings.objections())
-    schedule = settings.schedule_option
     with torch.profiler.profile(
         activities=_activities(settings.activities),
-        schedule=None if schedule is None else torch.profiler.schedule(**schedule),
+        schedule=_schedule(settings.schedule_option),
         on_trace_ready=settings.on_trace_ready,
         record_shapes=settings.record_shapes,
         profile_memory=settings.profile_memory,
@@ -35,6 +34,16 @@ def profile(settings: ProfileKwargs, rank: int = 0) -> Iterator[torch.profiler.p
     # Not after an exception: its trace would end in the middle of a step.
     if settings.output_trace_dir is not None:
         _export(profiler, Path(settings.output_trace_dir) / f"profile_{rank}.json")
+
+
+def _schedule(phases: Mapping[str, int] | None) -> Callable[[int], torch.profiler.ProfilerAction] | None:
+    try:
+        return None if phases is None else torch.profiler.schedule(**phases)
+    except (TypeError, AssertionError):  # a phase that is missing, or out of range
+        fix = (
+            "must have wait and warmup of 0 or more, active of 1 or more, and may have repeat and skip_first"
+        )
+        raise ConfigError(Problem("ProfileKwargs.schedule_option", dict(phases or {}), fix)) from None
 
 
 def _activities(names: Sequence[str] | None) -> list[ProfilerActivity] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class SWACallback(TrainerCallback):
         refuse(
             Problem(name, value, "must be a whole number of at least 1")
             for name, value in (("start_step", start_step), ("every", every))
-            if not value >= 1 or value % 1
+            if not isinstance(value, Real) or not value >= 1 or value % 1
         )
         self.start_step, self.every = start_step, every
         self._count = 0
@@ -190,7 +191,8 @@ class EMACallback(SWACallback):
 
     def __init__(self, decay: float = 0.999, start_step: int = 1, every: int = 1) -> None:
         super().__init__(start_step, every)
-        if not 0 <= decay < 1:
+        given: object = decay
+        if not isinstance(given, Real) or not 0 <= decay < 1:
             raise ConfigError(Problem("decay", decay, "must be at least 0 and below 1"))
         self.decay = decay
 

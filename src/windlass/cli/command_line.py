@@ -125,8 +125,9 @@ def typed_text(read: Callable[[], str]) -> str:
 
 
 def names_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words without and with an equals sign."""
-    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    """Words without and with an equals sign; the path of a file may have one."""
+    overrides = [word for word in words if "=" in word and not os.path.isfile(word)]
+    return [word for word in words if word not in overrides], overrides
 
 
 def folders_below(root: Path) -> Iterator[Path]:

@@ -133,6 +133,8 @@ def config_command(words: list[str]) -> int:
     if named == "":
         raise ConfigError(Problem("--config_file", named, "is empty; name a file, or leave the flag out"))
     path = at_home(named or default_file(os.environ))
+    if path.is_dir():  # before the questions are answered
+        raise ConfigError(Problem("--config_file", named, "is a folder; name a file in it"))
     if options.action == "update":
         _update(named)
         return 0

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from windlass.cli.command_line import CommandParser
-from windlass.config.documents import load, loads, one_line
+from windlass.config.documents import ForeignYaml, load, loads, one_line
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
@@ -50,7 +50,10 @@ def convert_command(arguments: Sequence[str]) -> int:
     path, output = Path(options.file), None if options.output is None else Path(options.output)
     if output is not None and output.exists() and output.samefile(path):
         raise ConfigError(Problem("--output", str(output), "is the file that is converted; name another"))
-    made = convert(load(path).values | _given(options.values), path.parent)
+    values = load(path, ForeignYaml).values | _given(options.values)
+    # `save_strategy: no` is that word, although it is False in their YAML.
+    words = {name: "no" for name in values if name.endswith("_strategy") and values[name] is False}
+    made = convert(values | words, path.parent)
     text = render(made, f"From {path.name}, a configuration of {made.program}.")
     if output is not None:
         write_whole(output, text)
@@ -76,7 +79,7 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 Problem("VALUE", word, "write the name of the value as well, such as dataset_dir=FOLDER")
             )
-        given |= loads(f"{key}: {text}", word).values
+        given |= loads(f"{key}: {text}", word, ForeignYaml).values
     return given
 
 

@@ -18,6 +18,7 @@ def merge_weights_command(words: list[str]) -> int:
     from windlass.checkpoint.export import ExportOptions, export_file
     from windlass.checkpoint.files import Files
     from windlass.checkpoint.sharded import index_name
+    from windlass.checkpoint.store import is_checkpoint
     from windlass.checkpoint.stored import open_folder
     from windlass.checkpoint.weights import WEIGHTS_NAME
 
@@ -29,6 +30,12 @@ def merge_weights_command(words: list[str]) -> int:
     inside = target.resolve().is_relative_to(source.resolve())
     if options.remove_checkpoint_dir and inside:
         fix = f"{target} lies in the folder that would be removed; name another, or leave this out"
+        raise ConfigError(Problem("--remove_checkpoint_dir", True, fix))
+    if options.remove_checkpoint_dir and is_checkpoint(source):
+        fix = (
+            f"{source} is a checkpoint, with the optimizer and all else that a run resumes with; leave this out, or "
+            "remove it later by `windlass checkpoint prune`"
+        )
         raise ConfigError(Problem("--remove_checkpoint_dir", True, fix))
     entry = export_file(open_folder(source), target / WEIGHTS_NAME, ExportOptions())
     written = target / WEIGHTS_NAME

@@ -46,7 +46,7 @@ def build_parser() -> CommandParser:
         "correct. Takes the flags of `windlass launch`; the default is two processes on the CPU.",
     )
     add = parser.add_argument
-    add("--config_file", metavar="FILE", help="a launch file of `windlass config`")
-    add("--num_processes", type=int, metavar="N", help="processes in all")
+    add("--config_file", "--config-file", metavar="FILE", help="a launch file of `windlass config`")
+    add("--num_processes", "--num-processes", type=int, metavar="N", help="processes in all")
     add("--json", action="store_true", help="print the results as one JSON object")
     return parser

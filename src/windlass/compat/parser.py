@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args, get_origin
 from windlass.config import documents
 from windlass.config.accepting import OLD_NAMES, AcceptsOldNames
 from windlass.config.arguments import TrainingArguments, note_sources
-from windlass.config.kinds import flag
+from windlass.config.kinds import flag, from_text
 from windlass.config.sections.setting import default_of, flag_options
-from windlass.config.values import coerce, members
+from windlass.config.values import members
 from windlass.core.errors import did_you_mean
 from windlass.core.script_command import note_flags
 from windlass.core.whole_file import read_text
@@ -323,7 +323,7 @@ class HfArgumentParser(argparse.ArgumentParser):
                 keys |= {name for name in OLD_NAMES if not self._declared(name)}
             inputs = {name: value for name, value in args.items() if name in keys}
             used |= set(inputs)
-            outputs.append(_noted(dtype(**coerce(dtype, inputs)), sources))
+            outputs.append(_noted(dtype(**_converted(dtype, inputs)), sources))
         unused = sorted(set(args) - used)
         if unused and not allow_extra_keys:
             known = [f.name for dtype in self.dataclass_types for f in dataclasses.fields(dtype)]
@@ -359,6 +359,12 @@ def _noted(instance: Any, sources: Mapping[str, str]) -> Any:
         old = {OLD_NAMES[name].new: place for name, place in sources.items() if name in OLD_NAMES}
         note_sources(instance, {**{name: place for name, place in old.items() if name}, **own})
     return instance
+
+
+def _converted(dtype: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with text of fields that are numbers or bools converted."""
+    kinds = {field.name: members(hint) for field, hint in _typed_fields(dtype)}
+    return {name: from_text(value, kinds.get(name, (Any,))) for name, value in values.items()}
 
 
 def _typed_fields(dtype: Any) -> list[tuple[dataclasses.Field[Any], Any]]:

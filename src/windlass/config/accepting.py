@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from windlass.config.kinds import flag
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.values import hints
 from windlass.core import xla
@@ -39,6 +40,10 @@ class Old:
     def default(self) -> Any:
         """Its former default."""
         return self.neutral[0]
+
+    def read(self, value: Any) -> Any:
+        """The value; of a switch as a bool, also if it is a text, 0 or 1. Raises ValueError if it is none of these."""
+        return value if self.kind is not bool or value is None else flag(value)
 
     def says_nothing(self, value: Any) -> bool:
         return any(
@@ -181,6 +186,11 @@ def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         value, old = given[name], OLD_NAMES[name]
         if value is not None:
             announce(name)
+        try:
+            value = old.read(value)
+        except ValueError as error:
+            problems.append(Problem(name, value, str(error)))
+            continue
         if old.says_nothing(value):
             continue
         problem = _objection(name, value, given)

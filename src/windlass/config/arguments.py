@@ -349,6 +349,7 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
     def _assign_old(self, name: str, value: Any) -> None:
         old = OLD_NAMES[name]
         refuse(translate({name: value})[1])
+        value = old.read(value)
         if old.new is None or value is None:
             self.__dict__["_old"] = {**self.__dict__.get("_old", {}), name: value}
             return

@@ -39,38 +39,72 @@ class Document:
         return f"{self.place(*keys)}: {'.'.join(keys)}"
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars: `no`, `on` and `off` are words and `5e-5` is a number, unlike in YAML 1.1."""
+_INT = "tag:yaml.org,2002:int"
 
-    yaml_implicit_resolvers = {
-        first: [
-            (tag, regex)
-            for tag, regex in resolvers
-            if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+
+def _without(kind: type[yaml.SafeLoader], *names: str) -> dict[str, list[tuple[str, Any]]]:
+    """The resolvers of a loader's plain scalars, but for those of the tags of these names."""
+    tags = [f"tag:yaml.org,2002:{name}" for name in names]
+    return {
+        first: [(tag, regex) for tag, regex in resolvers if tag not in tags]
+        for first, resolvers in kind.yaml_implicit_resolvers.items()
     }
 
 
+class LaunchLoader(yaml.SafeLoader):
+    """YAML 1.1, in which `no` is False, but for whole numbers, which are decimal, and dates: `1:00:00` is text and not
+    3600, and `010` is text and not 8.
+    """
+
+    yaml_implicit_resolvers = _without(yaml.SafeLoader, "int", "timestamp")
+
+
+LaunchLoader.add_implicit_resolver(_INT, re.compile(r"^-?(?:0|[1-9][0-9]*)$"), list("-0123456789"))
+
+
+class _Loader(LaunchLoader):
+    """YAML 1.2's plain scalars: `no`, `on` and `off` are words and `5e-5` is a number, unlike in YAML 1.1."""
+
+    yaml_implicit_resolvers = _without(LaunchLoader, "bool", "float", "int")
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        return int(text, 16 if "x" in text else 10)
+
+
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:[0-9]+|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
-        r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
-# Whole numbers are tried first, because the pattern of floats matches them too.
-for _resolvers in _Loader.yaml_implicit_resolvers.values():
-    _resolvers.sort(key=lambda pair: pair[0] != "tag:yaml.org,2002:int")
 
 
-def load(path: str | Path) -> Document:
+class ForeignYaml(yaml.SafeLoader):
+    """YAML 1.1, as other programs read their configurations: `no` is False. `5e-5` is a number, as it is to them."""
+
+    yaml_implicit_resolvers = _without(yaml.SafeLoader, "float")
+
+
+for _loader in (_Loader, ForeignYaml):
+    _loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
+            r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+        ),
+        list("-+0123456789."),
+    )
+    # Whole numbers are tried first, because the pattern of floats matches them too.
+    for _resolvers in _loader.yaml_implicit_resolvers.values():
+        _resolvers.sort(key=lambda pair: pair[0] != _INT)
+
+
+def load(path: str | Path, loader: type[yaml.SafeLoader] = _Loader) -> Document:
     """Read a mapping from a `.json` file, or from YAML in any other. Raises ConfigError if the file is missing, is not
     readable, repeats a key or holds no mapping; with file and line.
+
+    Args:
+        loader: decides which words of YAML are truth values and numbers.
     """
     source = str(path)
     try:
@@ -78,12 +112,18 @@ def load(path: str | Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(Problem("file", source, f"cannot be read: {reason}")) from None
-    return loads(text, source, json_text=Path(path).suffix.lower() == ".json")
+    return loads(text, source, loader, json_text=Path(path).suffix.lower() == ".json")
 
 
-def loads(text: str, source: str = "<settings>", *, json_text: bool = False) -> Document:
+def loads(
+    text: str,
+    source: str = "<settings>",
+    loader: type[yaml.SafeLoader] = _Loader,
+    *,
+    json_text: bool = False,
+) -> Document:
     """Read a mapping from YAML, or from JSON with `json_text`. Raises the errors of `load`."""
-    values, lines = _read_json(text, source) if json_text else _read_yaml(text, source)
+    values, lines = _read_json(text, source) if json_text else _read_yaml(text, source, loader)
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -91,10 +131,10 @@ def loads(text: str, source: str = "<settings>", *, json_text: bool = False) -> 
     return Document(values, source, lines)
 
 
-def _read_yaml(text: str, source: str) -> tuple[Any, dict[Keys, int]]:
+def _read_yaml(text: str, source: str, loader: type[yaml.SafeLoader]) -> tuple[Any, dict[Keys, int]]:
     lines: dict[Keys, int] = {}
     try:
-        values, node = load_yaml(text, _Loader)
+        values, node = load_yaml(text, loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}" if mark else source
@@ -181,11 +221,17 @@ def parse_override(text: str) -> tuple[Keys, Any]:
         )
     try:
         return keys, load_yaml(value, _Loader)[0]
+    except _Unspaced as error:
+        raise ConfigError(Problem(".".join(keys), value, str(error.problem))) from None
     except yaml.YAMLError:
         raise ConfigError(Problem(".".join(keys), value, "is not a valid value; quote it")) from None
 
 
 _MAX_NODES = 1 << 17
+
+
+class _Unspaced(yaml.MarkedYAMLError):
+    """Of `{r:8}` YAML makes the name "r:8" without a value, which would be passed over."""
 
 
 def load_yaml(
@@ -224,3 +270,13 @@ def _check_extent(node: yaml.Node) -> None:
             waiting.extend(here.value)
         elif isinstance(here, yaml.MappingNode):
             waiting.extend(part for pair in here.value for part in pair)
+            for key, value in here.value if here.flow_style else ():
+                _check_spaced(key, value)
+
+
+def _check_spaced(key: yaml.Node, value: yaml.Node) -> None:
+    """Refuse a name that was to be a name and its value."""
+    plain = isinstance(key, yaml.ScalarNode) and key.style is None and ":" in key.value
+    if plain and isinstance(value, yaml.ScalarNode) and not (value.value or value.style):
+        problem = f"{key.value!r} has no value: write a space after the colon"
+        raise _Unspaced(problem=problem, problem_mark=key.start_mark)

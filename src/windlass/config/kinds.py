@@ -106,6 +106,19 @@ def options(raw: Any) -> dict[str, Any]:
     return found
 
 
+def variables(raw: Any) -> dict[str, str]:
+    """As `options`, of variables of the environment: what a file reads as another value than a text or a whole number
+    would not be what is written there.
+    """
+    found = options(raw)
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(
+                f"must have text as its values, and {name} has {value!r}: put what is meant in quotes"
+            )
+    return {name: str(value) for name, value in found.items()}
+
+
 def plain_options(raw: Any) -> dict[str, Any]:
     """As `options`, and text is read as JSON if it is: numbers and truth values keep their types."""
     return {key: _plain(value) if isinstance(value, str) else value for key, value in options(raw).items()}
@@ -178,6 +191,7 @@ _SHAPES: dict[Reader, str] = {
     words: "NAME,NAME",
     names_or_pattern: "NAME,NAME",
     options: "NAME=VALUE",
+    variables: "NAME=VALUE",
     plain_options: "NAME=VALUE",
 }
 

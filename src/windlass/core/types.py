@@ -51,6 +51,12 @@ class LossTerms:
     aux: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.check_names()
+
+    def check_names(self) -> None:
+        """Raise ModelError if a term has the name of something else in reports; called again where terms are taken,
+        because `aux` may have been changed.
+        """
         taken = _REPORTED & self.aux.keys() if self.aux else None
         if taken:
             raise ModelError(

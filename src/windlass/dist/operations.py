@@ -24,6 +24,11 @@ from windlass.dist.gang import Gang, current
 from windlass.dist.sharded import is_in_parts
 
 _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# Types that backends cannot add, and one that they can. The sum of two booleans would be one of the value 2.
+_SENT_AS = dict.fromkeys((torch.bool, torch.int16, torch.uint16), torch.int32)
+_SENT_AS |= {torch.uint32: torch.int64} | dict.fromkeys(
+    (torch.float8_e4m3fn, torch.float8_e5m2), torch.float32
+)
 
 Kind = tuple[str, list[int]]
 """Type and shape of a tensor, as they travel."""
@@ -94,12 +99,12 @@ def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -
     if _checking:
         _kinds_everywhere(own, gang, "broadcast")
     for part in own:
-        whole = part.detach().contiguous()
+        bits = bits_of(part)  # as they gather: every type travels, those that backends do not know too
         with waiting("broadcast tensors"):
-            dist.broadcast(whole, group=_group(part, gang), group_src=from_process)
-        # Backends take dense tensors: of one with gaps a copy travelled.
-        if whole.data_ptr() != part.data_ptr():
-            part.detach().copy_(whole)
+            dist.broadcast(bits, group=_group(part, gang), group_src=from_process)
+        # Bytes are dense: of a tensor with gaps a copy travelled.
+        if bits.data_ptr() != part.data_ptr():
+            part.detach().copy_(bits.view(part.dtype).reshape(part.shape))
     return tensor
 
 
@@ -270,10 +275,10 @@ def _reduce_one(tensor: Tensor, reduction: str, scale: float, gang: Gang) -> Ten
             f"reduce: there is no mean of {whole.dtype} over processes; reduce its sum, or .float()"
         )
     if gang.size > 1:
+        sent = whole.to(_SENT_AS.get(whole.dtype, whole.dtype))
         with waiting("reduce tensors"):
-            dist.all_reduce(whole, _REDUCTIONS[reduction], group=_group(tensor, gang))
-    if reduction == "mean":
-        whole /= gang.size
+            dist.all_reduce(sent, _REDUCTIONS[reduction], group=_group(tensor, gang))
+        whole = (sent / gang.size if reduction == "mean" else sent).to(whole.dtype)
     return whole if scale == 1.0 else whole * scale
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.core import host
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms, State
 from windlass.data.update_batch import UpdateBatch
@@ -61,15 +62,26 @@ class Normaliser:
             weight = terms.weight.detach().to(device, dtype)
         else:  # written by the device itself: a copy from the host may wait
             weight = torch.full((), float(terms.weight), dtype=dtype, device=device)
-        weight = weight * 0.0 if filler else weight
+        weight = torch.zeros_like(weight) if filler else weight
         self.weight = weight if self.weight is None else self.weight + weight
 
     def _weight_of_ranks(self, micro_batches: int = 1, otherwise: float = 1.0) -> Tensor:
-        """The sum over ranks, times `micro_batches`; `otherwise` if it is 0, because it is a divisor. Collective."""
+        """The sum over ranks, times `micro_batches`; `otherwise` if it is 0, because it is a divisor. Collective.
+
+        Raises ModelError if it is negative, infinite or NaN. On a device, for which the host must not wait, it is NaN
+        then, and so is the loss.
+        """
         assert self.weight is not None
         total = self._sum_on_device(self.weight.clone())
         total = total if micro_batches == 1 else total * micro_batches
-        return torch.where(total > 0, total, torch.full_like(total, otherwise))
+        if total.is_cpu and not 0 <= host.read(total) < math.inf:
+            raise ModelError(
+                f"the weights of the LossTerms of this update add up to {host.read(total)} over all ranks: a weight is "
+                "a number of targets, or the sum of their weights, which is finite and not negative"
+            )
+        # Written by the device itself, as the weights are.
+        divisor = torch.where((total >= 0) & (total < math.inf), total, torch.full_like(total, math.nan))
+        return torch.where(total == 0, torch.full_like(total, otherwise), divisor)
 
 
 class UpdateNormaliser(Normaliser):
@@ -172,7 +184,10 @@ class UpdateNormaliser(Normaliser):
             # Before the backward on all ranks, also those whose batch has no auxiliary terms: the others need the
             # total there, and its exchange must not meet those of gradients.
             self._total = self._weight_of_ranks(otherwise=self.denominator)
-        return total + self._auxiliary(terms.aux) if terms.aux else total
+        if not terms.aux:
+            return total
+        terms.check_names()
+        return total + self._auxiliary(terms.aux)
 
     def _auxiliary(self, terms: dict[str, Tensor]) -> Tensor | float:
         """The part of the auxiliary terms in the present backward.

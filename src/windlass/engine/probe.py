@@ -28,7 +28,7 @@ from windlass.core.threads import said_if_long
 from windlass.core.types import IGNORED, LossTerms
 from windlass.engine.splitting import Halves, Kind, Split, closest, halves
 from windlass.engine.undisturbed import undisturbed
-from windlass.metrics.tokens import TargetCounter
+from windlass.metrics.tokens import TargetCounter, comes_shifted
 
 logger = get_logger(__name__)
 
@@ -167,7 +167,7 @@ class Probe:
 
 def _only_first_label(batch: Any, counter: TargetCounter) -> Any | None:
     labels = counter.labels(batch)
-    if labels is None or labels.ndim != 2 or labels.shape[1] < 2 or "shift_labels" in batch:
+    if labels is None or labels.ndim != 2 or labels.shape[1] < 2 or comes_shifted(batch):
         return None
     valid = labels[labels != IGNORED]
     if valid.numel() == 0:

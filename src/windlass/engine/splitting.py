@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.types import IGNORED
-from windlass.metrics.tokens import TargetCounter, rows
+from windlass.metrics.tokens import TargetCounter, comes_shifted, rows
 
 
 class Kind(Enum):
@@ -116,7 +116,7 @@ def _with_unequal_targets(batch: Any, counter: TargetCounter, middle: int, count
     """
     first, second = (counter(_part(batch, part)) for part in (slice(0, middle), slice(middle, count)))
     labels, equal = counter.labels(batch), first * (count - middle) == second * middle
-    if labels is None or labels.ndim != 2 or not equal or "shift_labels" in batch:
+    if labels is None or labels.ndim != 2 or not equal or comes_shifted(batch):
         return batch
     valid = (labels[0] != IGNORED).nonzero().flatten().tolist()
     if len(valid) < 4:  # half of them must be enough to change the loss visibly

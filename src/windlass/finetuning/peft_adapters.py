@@ -96,6 +96,12 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
             "the existing adapter, save the resulting base model, and pass that with the new `peft_config`"
         )
     _refuse_beginnings(peft_config)
+    if getattr(peft_config.peft_type, "value", None) == "ADALORA":
+        logger.warning(
+            "peft_config=AdaLoraConfig: ranks stay at init_r until a callback's on_optimizer_step calls "
+            "model.base_model.update_and_allocate(state.global_step), which no trainer does; checkpoints do not hold "
+            "what it measures"
+        )
     if new_tokens:
         _train_new_tokens(model, peft_config, new_tokens)
     _target_fused_parameters(model, peft_config)

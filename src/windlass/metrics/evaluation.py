@@ -66,6 +66,7 @@ class MeanLoss:
             self._plain_weight += float(terms.weight)
             total = total if float(terms.weight) else torch.zeros_like(total)
         self._sum = _plus(self._sum, total)
+        terms.check_names()
         for name, value in terms.aux.items():
             self._aux[name] = _plus(self._aux.get(name), _wide(value) * samples)
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from windlass import __version__
 from windlass.config.plan import RunPlan
+from windlass.core.errors import ConfigError
 from windlass.core.locations import home_folder
 from windlass.core.mesh import Mesh
 from windlass.core.optional import version_of
@@ -86,8 +87,10 @@ def _folder() -> Path:
 
 
 def are_any() -> bool:
-    """Return True if something was predicted on this machine."""
-    return _folder().is_dir()
+    """Return True if something was predicted on this machine by this user, who may have no home or cannot enter it."""
+    with contextlib.suppress(ConfigError):
+        return os.path.isdir(_folder())  # `Path.is_dir` raises in a folder that may not be entered
+    return False
 
 
 def write_prediction(key: str, family: str, predicted: int) -> None:

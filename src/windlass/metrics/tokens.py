@@ -23,6 +23,13 @@ def rows(batch: Any) -> int:
     return count or int(any(not tensor.ndim for tensor in tensors))
 
 
+def comes_shifted(batch: Mapping[str, Any]) -> bool:
+    """Return True if a batch has `shift_labels`, which its model takes in place of labels that it shifts itself. The
+    key alone, with None, says nothing.
+    """
+    return batch.get("shift_labels") is not None
+
+
 @dataclass(frozen=True, slots=True)
 class TargetCounter:
     """Counts the targets of a batch.
@@ -43,7 +50,7 @@ class TargetCounter:
         if labels is None:
             # A batch without visible rows has the weight of one.
             return float(rows(batch) or 1)
-        first = int(self.shifted and "shift_labels" not in batch)
+        first = int(self.shifted and batch.get("shift_labels") is None)
         ignored = self.ignored_pixel if labels.ndim > 2 else IGNORED
         if not labels.is_cpu:  # `count_nonzero` of PyTorch/XLA counts a mask as 1
             return float((labels[..., first:] != ignored).sum())
@@ -58,7 +65,8 @@ class TargetCounter:
         """The integer labels that are counted, None if rows are."""
         if type(batch) is not dict and not isinstance(batch, Mapping):
             return None
-        names = ("shift_labels",) if "shift_labels" in batch else self.label_names
+        # As `comes_shifted`, which costs a call for each batch.
+        names = self.label_names if batch.get("shift_labels") is None else ("shift_labels",)
         present = [batch[name] for name in names if batch.get(name) is not None]
         # Of several columns it is not known which of them the loss divides by.
         if len(present) != 1 or not isinstance(present[0], Tensor) or not present[0].ndim:

@@ -118,7 +118,10 @@ def _why_not(key: str, value: Any, defaults: Mapping[str, Any]) -> str:
         return f"a group takes {', '.join(defaults)}{did_you_mean(key, defaults)}"
     default = defaults[key]
     if isinstance(default, tuple) and not (
-        isinstance(value, list | tuple) and len(value) == len(default) and all(map(_is_number, value))
+        isinstance(value, list | tuple)
+        and len(value) == len(default)
+        # torch's Adafactor has None among the numbers of `eps`.
+        and all(_is_number(own) or own is None is usual for own, usual in zip(value, default, strict=True))
     ):
         return f"must be {len(default)} numbers, as {default}"
     if _is_number(default) and not _is_number(value):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,11 +48,11 @@ def parse_file(path: Path) -> Mapping[str, Any]:
     """
     import yaml
 
-    from windlass.config.documents import load_yaml
+    from windlass.config.documents import LaunchLoader, load_yaml
 
     text = read_text(path)
     try:
-        document = parse_json(text) if path.suffix == ".json" else load_yaml(text)[0]
+        document = parse_json(text) if path.suffix == ".json" else load_yaml(text, LaunchLoader)[0]
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     if document is None:
@@ -164,20 +166,23 @@ def default_file(environ: Mapping[str, str]) -> Path:
 def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     """Find the launch file to read if none is named, and a note to log about it.
 
-    Without one of Windlass, that of `accelerate config` is used.
+    Without one of Windlass, that of `accelerate config` is used. There is none for a user who has no home, or cannot
+    enter it.
     """
-    own = default_file(environ)
-    if own.is_file():
-        return own, ""
+    with contextlib.suppress(ConfigError):
+        own = default_file(environ)
+        if os.path.isfile(own):  # `Path.is_file` raises in a folder that may not be entered
+            return own, ""
     # As accelerate finds it, so that a machine that was set up for it launches the same way.
-    home = environ.get("HF_HOME") or cache_folder(environ) / "huggingface"
-    for name in (FILE_NAME, "default_config.json"):
-        other = at_home(home) / "accelerate" / name
-        if other.is_file():
-            return (
-                other,
-                f"read {other}, which `accelerate config` wrote; `windlass config` writes one for Windlass",
-            )
+    with contextlib.suppress(ConfigError):
+        home = environ.get("HF_HOME") or cache_folder(environ) / "huggingface"
+        for name in (FILE_NAME, "default_config.json"):
+            other = at_home(home) / "accelerate" / name
+            if os.path.isfile(other):
+                return (
+                    other,
+                    f"read {other}, which `accelerate config` wrote; `windlass config` writes one for Windlass",
+                )
     return None, ""
 
 

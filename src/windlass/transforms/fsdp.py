@@ -281,6 +281,7 @@ def shard_(
     """
     chosen = plan.shard or ShardPlan()
     _check(plan, device)
+    _check_adapters(module)
     _check_batch_norms(module, chosen, device)
     mesh, tensor_mesh = fsdp_device_meshes(loss_ranks.mesh.with_replicas(chosen.replicas), device)
     stage_ranks = loss_ranks.over("stage")
@@ -364,6 +365,13 @@ def _check(plan: DistPlan, device: torch.device) -> None:
             Problem("fsdp", True, "PyTorch has no collectives on mps; train there with one process")
         )
     refuse(problems)
+
+
+def _check_adapters(module: nn.Module) -> None:
+    for config in getattr(module, "peft_config", {}).values():
+        if getattr(config.peft_type, "value", None) == "ADALORA":
+            fix = "reads all of its weights after the forward, when a sharded model has parts: use LoRA, or several "
+            raise ConfigError(Problem("peft_config", type(config).__name__, f"{fix}processes without fsdp"))
 
 
 def _check_batch_norms(module: nn.Module, plan: ShardPlan, device: torch.device) -> None:

@@ -20,6 +20,7 @@ from windlass.core.attributes import attributes_of
 from windlass.core.tensors import autocast_dtype, makes_fakes
 from windlass.core.types import IGNORED
 from windlass.dist.sharded import is_sharded
+from windlass.metrics.tokens import comes_shifted
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.evaluating import evaluating, vocabulary_of
 from windlass.transforms.linear_cross_entropy import LossOptions, linear_cross_entropy
@@ -155,7 +156,7 @@ class LeanHead:
 
     def _targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """The target of each position."""
-        if "shift_labels" in inputs:
+        if comes_shifted(inputs):
             return inputs["shift_labels"]  # type: ignore[no-any-return]
         return shifted(inputs["labels"]) if self.shifts else inputs["labels"]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.types import IGNORED
+from windlass.metrics.tokens import comes_shifted
 from windlass.transforms.lean_head import (
     InexactLossError,
     LeanHead,
@@ -111,14 +112,14 @@ def lean_log_probabilities(
     if found is not None:
         return found
     outputs = model(**unlabelled(core, inputs), **without_cache(core))
-    targets = inputs["shift_labels"] if "shift_labels" in inputs else shifted(inputs["labels"])
+    targets = inputs["shift_labels"] if comes_shifted(inputs) else shifted(inputs["labels"])
     # A wrapper may have put positions of its own in front.
     logits = output_of(outputs, "logits")[..., -targets.shape[-1] :, :]
     return log_probabilities_of(logits, targets), output_of(outputs, "aux_loss")
 
 
 def _check_labels(inputs: Mapping[str, Any]) -> None:
-    if inputs.get("shift_labels", inputs.get("labels")) is None:
+    if not comes_shifted(inputs) and inputs.get("labels") is None:
         raise ModelError(f"the batch has the keys {sorted(inputs)}, and no labels to compute a loss from")
 
 
@@ -213,7 +214,7 @@ def _with_targets(logits: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, Te
     """The logits that predict a label of a causal model, and the labels. A wrapper may have put learnt positions in
     front; the last of them predicts the first label.
     """
-    if "shift_labels" in inputs:
+    if comes_shifted(inputs):
         return logits, inputs["shift_labels"]
     labels: Tensor = inputs["labels"]
     predicted = labels if logits.shape[-2] > labels.shape[-1] else labels[..., 1:]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,11 +21,15 @@ def test_the_job_can_be_shown() -> None:
     assert job["scaling"] == {"num_workers": 4, "use_gpu": True, "resources_per_worker": {"CPU": 1}}
     assert (job["run"]["name"], job["max_failures"]) == ("first", 2)
     assert job["command"][-1] == "train.py"
+    plan = replace(plan, engine_options={"resources_per_worker": '{"CPU": 2}'})  # as a flag gives it
+    assert json.loads(show(plan))["scaling"]["resources_per_worker"] == {"CPU": 2}
 
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine_options\.adress='x'"):
         show(LaunchPlan("train.py", engine="ray", engine_options={"adress": "x"}))
+    with pytest.raises(ConfigError, match=r"engine_options\.resources_per_worker='CPU:2'"):
+        show(LaunchPlan("train.py", engine="ray", engine_options={"resources_per_worker": "CPU:2"}))
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def test_the_batch_file_asks_for_what_the_plan_needs(tmp_path: Path) -> None:
         ({"timeout_min": None}, None),
         ({"time": 90}, "90"),
         ({"timeout_min": 7}, "7"),
+        ({"timeout_min": "7", "cpus_per_task": "2"}, "7"),  # as flags give them
     ],
 )
 def test_a_job_has_no_time_limit_but_the_one_that_was_given(
@@ -61,7 +62,7 @@ def test_a_job_has_no_time_limit_but_the_one_that_was_given(
 
 
 def test_slurm_tells_before_it_takes_the_machines_of_a_job_that_starts_again() -> None:
-    given = {"setup": ["module load cuda"], "additional_parameters": {"qos": "low"}}
+    given = {"setup": "module load cuda", "additional_parameters": {"qos": "low"}}
     text = show(replace(PLAN, requeue=True, grace=90, engine_options=given))
     for line in ("#SBATCH --signal=USR1@90", "#SBATCH --requeue", "#SBATCH --qos=low", "module load cuda",
                  "export SUBMITIT_PREEMPT_SIGNAL=USR1"):  # fmt: skip
@@ -72,11 +73,14 @@ def test_slurm_tells_before_it_takes_the_machines_of_a_job_that_starts_again() -
 
 
 def test_options_that_slurm_does_not_have_are_refused_together() -> None:
-    plan = LaunchPlan("train.py", engine="slurm", engine_options={"partitio": "long", "cluster": "moon"})
+    plan = LaunchPlan(
+        "train.py", engine="slurm", engine_options={"partitio": "long", "cluster": "moon", "wait": "perhaps"}
+    )
     with pytest.raises(ConfigError) as caught:
         show(plan)
     assert "did you mean 'partition'?" in str(caught.value)
     assert "engine_options.cluster='moon'" in str(caught.value)
+    assert "engine_options.wait='perhaps': must be True or False" in str(caught.value)
 
 
 def test_a_machine_without_slurm_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

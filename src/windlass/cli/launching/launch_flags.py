@@ -62,7 +62,7 @@ def _add(group: argparse._ActionsContainer, key: Key, word: str) -> None:
         _add_spellings(group.add_argument, word, action="store_true", default=absent, help=about)
     else:
         # Torch's flag for pairs takes all of them at once; pairs of the others may contain commas.
-        several = (key.read is kinds.options and word != "rdzv_conf") or word == "vm"
+        several = (key.read in (kinds.options, kinds.variables) and word != "rdzv_conf") or word == "vm"
         action, shape = "append" if several else "store", kinds.shape(key.read)
         _add_spellings(group.add_argument, word, action=action, default=absent, help=about, metavar=shape)
 

@@ -15,7 +15,8 @@ from windlass.cli.launching.failure_report import Incident, Watch, Watched, desc
 from windlass.cli.launching.launch_checks import TOKEN_VARIABLE
 from windlass.cli.launching.local import command
 from windlass.cli.launching.worker_environment import worker_environment
-from windlass.core.errors import refuse, unknown
+from windlass.config.kinds import document
+from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.optional import require
 from windlass.core.redact import redact_command
 from windlass.core.world import World
@@ -80,7 +81,11 @@ def describe_ray(plan: LaunchPlan) -> dict[str, Any]:
     what = f"is not an option of the Ray engine; it has {', '.join(_OPTIONS)}"
     refuse(unknown(plan.engine_options, _OPTIONS, "engine_options.{}".format, what))
     options = dict(plan.engine_options)
-    resources = options.get("resources_per_worker") or {"CPU": 1}
+    resources = options.get("resources_per_worker")
+    try:
+        resources = document(resources) or {"CPU": 1}
+    except ValueError as error:
+        raise ConfigError(Problem("engine_options.resources_per_worker", resources, str(error))) from None
     return {
         "address": options.get("address"),
         "command": redact_command(command(plan)),

@@ -11,11 +11,13 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from windlass.cli.launching.engines import from_text, to_text
 from windlass.cli.launching.launch_checks import read_token
+from windlass.config import kinds
 from windlass.config.parallel import rows_launch as rows
+from windlass.config.values import members, type_fault
 from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.optional import require
 from windlass.core.output import say
@@ -31,6 +33,7 @@ _CLUSTERS = ("slurm", "local")
 # Submitit asks Slurm for five minutes unless told otherwise; without a limit, that of the partition holds. Its local
 # executor, which needs one, gets a year.
 _NO_LIMIT: dict[str, dict[str, Any]] = {"slurm": {"time": None}, "local": {"timeout_min": 365 * 24 * 60}}
+_LISTS = ("setup", "teardown", "srun_args")
 _LIMITS = {"slurm": frozenset({"time", "timeout_min"}), "local": frozenset({"timeout_min"})}
 # The port of a job follows from its number, so that jobs on one machine do not meet. Below 32768, from where on Linux
 # picks the ports of connections.
@@ -91,11 +94,11 @@ def run(plan: LaunchPlan) -> int:
 def show(plan: LaunchPlan) -> str:
     """Return the batch file that would be submitted."""
     options, parameters = _options(plan)
-    slurm = require("submitit.slurm.slurm", "write jobs for Slurm")
+    slurm = _submitit_slurm()
     same = slurm.SlurmExecutor._equivalence_dict()
+    if "mem_gb" in parameters:  # and not `mem`, which has a unit of its own
+        parameters["mem_gb"] = slurm._convert_mem(parameters["mem_gb"])
     parameters = {same.get(key, key): value for key, value in parameters.items()}
-    if "mem" in parameters:
-        parameters["mem"] = slurm._convert_mem(float(parameters["mem"]))
     command = f"{_python()} -u -m submitit.core._submit {shlex.quote(options['folder'])}"
     return str(slurm._make_sbatch_string(command=command, folder=options["folder"], **parameters))
 
@@ -115,8 +118,9 @@ def plan_of_node(plan: LaunchPlan, node: int, hosts: list[str], job: int) -> Lau
 
 def _options(plan: LaunchPlan) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of this engine, and the parameters of submitit."""
-    refuse(_problems(plan.engine_options))
-    given = {**_OWN, **plan.engine_options}
+    values = _typed(plan.engine_options)
+    refuse(_problems(values))
+    given = {**_OWN, **values}
     own = {key: given.pop(key) for key in _OWN}
     given = {key: value for key, value in given.items() if key not in _LIMITS["slurm"] or value is not None}
     parameters = {
@@ -142,6 +146,26 @@ def _notice(plan: LaunchPlan, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the text of flags in the types that submitit declares."""
+    types = {name: members(hint) for name, hint in _declared().items()}
+    typed = {
+        # Of a truth value or a text, `false` is the former.
+        name: kinds.from_text(value, (bool,) if bool in types.get(name, ()) else types.get(name, (Any,)))
+        for name, value in options.items()
+    }
+    return typed | {name: kinds.as_list(typed[name]) for name in _LISTS if name in typed}
+
+
+def _declared() -> dict[str, Any]:
+    """The types of options. The first ones are checked by submitit, with an assertion."""
+    return {
+        **get_type_hints(_submitit_slurm()._make_sbatch_string),
+        **_submitit().AutoExecutor._typed_parameters(),
+        "wait": bool,
+    }
+
+
 def _problems(options: Mapping[str, Any]) -> list[Problem]:
     slurm = _submitit().SlurmExecutor._valid_parameters()
     known = sorted({*_OWN, *_shared_parameters(), *slurm} - {"nodes", "tasks_per_node"})
@@ -150,6 +174,10 @@ def _problems(options: Mapping[str, Any]) -> list[Problem]:
     cluster = options.get("cluster", "slurm")
     if cluster not in _CLUSTERS:
         problems.append(Problem("engine_options.cluster", cluster, f"must be one of {', '.join(_CLUSTERS)}"))
+    checked = {**_submitit().AutoExecutor._typed_parameters(), "wait": bool, "additional_parameters": dict}
+    for name, value in options.items():
+        if name in checked and value is not None and (fault := type_fault(value, (checked[name],))):
+            problems.append(Problem(f"engine_options.{name}", value, fault))
     return problems
 
 
@@ -181,3 +209,7 @@ def _code_of(folder: str, job: str, node: int) -> int:
 
 def _submitit() -> Any:
     return require("submitit", "launch on Slurm")
+
+
+def _submitit_slurm() -> Any:
+    return require("submitit.slurm.slurm", "write jobs for Slurm")

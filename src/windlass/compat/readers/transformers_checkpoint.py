@@ -34,7 +34,8 @@ from windlass.optim.groups import decay_parameter_names
 Division = list[list[str]]  # the parameters' names, by group
 _RATES = frozenset({"lr", "initial_lr"})
 # Options that depend on the version of torch and do not identify an optimizer.
-_OF_VERSIONS = frozenset({"params", "param_names", "maximize", "decoupled_weight_decay"})
+_DECOUPLED = "decoupled_weight_decay"
+_OF_VERSIONS = frozenset({"params", "param_names", "maximize", _DECOUPLED})
 _logger = get_logger(__name__)
 
 
@@ -143,8 +144,13 @@ def _present_groups(optimizer: torch.optim.Optimizer, model: nn.Module, short: M
 def _check_kind(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Check that the saved options are those of this optimizer; its name is not saved."""
     other = (saved.keys() ^ present.keys()) - _RATES - _OF_VERSIONS - IMPLEMENTATION
+    # Older versions of torch do not save it; where both have it, it tells an Adam from an AdamW.
+    if _DECOUPLED in saved.keys() & present.keys() and saved[_DECOUPLED] != present[_DECOUPLED]:
+        other.add(_DECOUPLED)
     if other:
-        here, there = (sorted(other & group.keys()) for group in (present, saved))
+        here, there = (
+            [f"{key}={group[key]}" for key in sorted(other & group.keys())] for group in (present, saved)
+        )
         raise CheckpointError(
             f"{path} is the state of another optimizer than this run's: it has the options {there}, and this one "
             f"{here}. Set optim to the one that it was saved with"

@@ -90,7 +90,7 @@ MAX_REQUEUES = _row("max_requeues", kinds.natural, None, "How often at most; by 
 ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.")
 ENVIRONMENT = _row(
     "environment",
-    kinds.options,
+    kinds.variables,
     {},
     "Environment variables for every process, as NAME=value.",
     "environment",
