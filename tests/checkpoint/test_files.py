@@ -177,7 +177,13 @@ def test_a_leftover_under_the_temporary_name_is_replaced(tmp_path: Path) -> None
 def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(11))
     (tmp_path / "link").symlink_to(tmp_path / "large")
+    # Laid out as the Hub's cache, with a link that leads out of it.
+    (tmp_path / "snapshots" / "1").mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "a").symlink_to(tmp_path / "large")
+    (tmp_path / "snapshots" / "1" / "a").symlink_to("../../blobs/a")
     for name, why in [
+        ("snapshots/1/a", "symbolic link"),
         ("absent", "is missing"),
         ("link", "symbolic link"),
         ("nul\0", "not a name of a file"),

@@ -85,6 +85,22 @@ def test_shards_by_folder_and_by_index(tmp_path: Path) -> None:
         assert torch.equal(model(IDS), seeded(tied=False)(IDS))
 
 
+def test_a_snapshot_in_the_hubs_cache_is_loaded(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1f", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    _shards(snapshot)
+    for number, path in enumerate(list(snapshot.iterdir())):
+        path.rename(blobs / f"{number}")
+        path.symlink_to(f"../../blobs/{number}")
+    models = _empty(tied=False), _empty(tied=False)
+    load_checkpoint_in_model(models[0], snapshot, strict=True)
+    places = {"blocks": "disk", "": "cpu"}
+    load_checkpoint_and_dispatch(models[1], snapshot, device_map=places, offload_folder=tmp_path / "offload")
+    for model in models:
+        assert torch.equal(model(IDS), seeded(tied=False)(IDS))
+
+
 def test_ties_that_the_model_does_not_have_are_filled_twice(saved: Path, tmp_path: Path) -> None:
     save_split(tmp_path / "split", seeded().state_dict(), limit=1000)
     assert len(list((tmp_path / "split").glob("*.safetensors"))) > 1

@@ -215,10 +215,11 @@ class Files:
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[FileIO]:
-        """Open a plain file: no symbolic link, no pipe, no device. Raises CheckpointError if it is missing or not a
-        plain file, or if no file can have this name.
+        """Open a plain file: no pipe, no device, and no symbolic link but those of the Hub's cache. Raises
+        CheckpointError if it is missing or not a plain file, or if no file can have this name.
         """
         try:
+            path = _blob_of(path) or path
             # O_NONBLOCK: to open a pipe would otherwise wait for a process that writes to it.
             descriptor = os.open(path, os.O_RDONLY | NO_FOLLOW | BINARY | getattr(os, "O_NONBLOCK", 0))
         except ValueError as error:  # a NUL, or half of a pair of surrogates
@@ -271,6 +272,17 @@ class Files:
                 if fingerprint(file) == before:
                     return before
             raise CheckpointError(f"{path} changed while it was checked")
+
+
+def _blob_of(path: Path) -> Path | None:
+    """The file that a link in the Hub's cache leads to; None for any other path. A repository lies there as files in
+    `blobs`, and `snapshots` has a folder for each revision, whose names are links to them.
+    """
+    if not os.path.islink(path):
+        return None
+    blob, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
+    is_cached = blob.parent.name == "blobs" and blob.parent.with_name("snapshots") in folder.parents
+    return blob if is_cached else None
 
 
 def fingerprint(file: FileIO) -> Fingerprint:

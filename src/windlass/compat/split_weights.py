@@ -43,12 +43,13 @@ def load_sharded_checkpoint(
         MisfitError: with `strict`, names are missing or unexpected; a shape differs.
     """
     path = Path(folder)
-    if not any((path / name).is_file() for name in _INDEXES):
+    index = next((name for name in _INDEXES if (path / name).is_file()), None)
+    if index is None:
         raise CheckpointError(f"{path} holds no index of weights: there is no {' or '.join(_INDEXES)}")
     state = {
         name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
     }
-    with open_weights(open_folder(path)) as tensors, torch.no_grad():
+    with open_weights(open_folder(path), index) as tensors, torch.no_grad():
         sources = {name: tensors.aliases.get(name, name) for name in state}
         found = {name: source for name, source in sources.items() if source in tensors}
         missing = [name for name in state if name not in found]
