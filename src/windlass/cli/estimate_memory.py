@@ -86,7 +86,9 @@ def _check_length(model: Any, length: int) -> None:
 
     limits = ModelLimits.of(model)
     if limits.positions_learned and length > (limits.positions or length):
-        fix = f"the model has {limits.positions} positions (max_position_embeddings), and no row may be longer"
+        fix = (
+            f"the model has {limits.positions} positions (max_position_embeddings), and no row may be longer"
+        )
         raise ConfigError(Problem("--length", length, fix))
 
 
