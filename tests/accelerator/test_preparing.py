@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from windlass import Accelerator
 from windlass.accelerator.preparing import bring_state_along
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError
 from windlass.utils import ProjectConfiguration
 
 
@@ -119,3 +119,12 @@ def test_counters_go_to_the_device_with_kernels_that_read_them_there(fused: bool
         bring_state_along(optimizer)
         places = {name: value.device.type for name, value in optimizer.state[parameter].items()}
     assert places == {"step": "cuda" if fused else "cpu", "exp_avg": "cuda"}
+
+
+def test_a_method_that_prepare_would_not_call_is_refused() -> None:
+    class Mine(Accelerator):
+        def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> nn.Module:
+            return model
+
+    with pytest.raises(ConfigError, match="prepare_model='overridden'"):
+        Mine(cpu=True).prepare(nn.Linear(2, 1))

@@ -186,6 +186,7 @@ def test_two_values_of_a_model_do_not_share_a_name() -> None:
     ("build", "why"),
     [
         (lambda: torch.eye(2).to_sparse(), "sparse"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1)]), "is a nested tensor"),
         (lambda: torch.empty(2, device="meta"), "meta device"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "strided|dense"),
     ],

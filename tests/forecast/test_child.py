@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,22 @@ def test_code_that_waits_for_an_answer_runs_in_no_other_process(tmp_path: Path) 
     os.close(alive)
     assert os.read(runs, 1) == b""  # the other process has ended
     assert ended.read_text() == "interrupted\n"
+
+
+def test_it_ends_with_the_process_that_waits_for_it() -> None:
+    runs, alive = os.pipe()
+    wait, held = os.pipe()
+
+    def killed() -> None:
+        os.close(held)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.read(wait, 1)  # until the test closes the other end
+
+    assert in_a_child(lambda: apart(killed)) == -signal.SIGKILL
+    os.close(alive)
+    ready, _, _ = select.select([runs], [], [], 20)
+    os.close(held)
+    assert ready, "the other process ran on"
 
 
 def test_it_does_not_collect_what_was_garbage_before_it() -> None:

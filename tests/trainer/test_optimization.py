@@ -15,8 +15,8 @@ from tests.trainer.unfrozen_runs import TwoLayers, samples, train
 from torch import nn
 
 from windlass import Trainer, TrainingArguments, get_linear_schedule_with_warmup
-from windlass.assemble.rules import NEVER_CALLED
 from windlass.core.errors import ConfigError, ModelError
+from windlass.trainer.uncalled import NEVER_CALLED
 
 
 class Noisy(Net):
@@ -321,6 +321,23 @@ def test_an_override_that_would_never_be_called_is_refused(tmp_path: Path, name:
     kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
     trainer = kind(Net(), arguments(tmp_path), train_dataset=rows(8))
     with pytest.raises(ConfigError, match=name):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [("accelerator", "clip_grad_norm_"), ("accelerator", "prepare"), ("args", "should_save")],
+)
+def test_neither_is_one_on_the_arguments_or_the_accelerator(tmp_path: Path, owner: str, name: str) -> None:
+    class Arguments(TrainingArguments):
+        pass
+
+    if owner == "args":
+        setattr(Arguments, name, property(lambda self: False))
+    trainer = Trainer(Net(), Arguments(**settings(tmp_path)), train_dataset=rows(8))
+    if owner == "accelerator":
+        setattr(trainer.accelerator, name, lambda *args, **kwargs: None)
+    with pytest.raises(ConfigError, match=rf"{owner}\.{name}='overridden'"):
         trainer.train()
 
 

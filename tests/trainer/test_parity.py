@@ -16,8 +16,8 @@ from tests.trainer.small import Net, bert, recorder, rows, settings, text_rows, 
 
 import windlass
 from windlass import Trainer, TrainingArguments
-from windlass.assemble.rules import NEVER_CALLED
 from windlass.core.errors import ConfigError
+from windlass.trainer.uncalled import NEVER_CALLED
 
 transformers = pytest.importorskip("transformers", reason="compares with transformers")
 pytest.importorskip("accelerate", reason="transformers' trainer needs it")

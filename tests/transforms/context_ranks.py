@@ -122,6 +122,9 @@ def _check_refusals(context_ranks: Gang) -> None:
     model = _model("Llama4TextConfig", _REFUSED["Llama4TextConfig"] | {"no_rope_layers": [0, 0]}).float()
     with pytest.raises(ModelError, match=r"\(attn_temperature_tuning\)"):
         DividedForwards(model, context_ranks)
+    for task in (transformers.LlamaForSequenceClassification, transformers.LlamaForTokenClassification):
+        with pytest.raises(ModelError, match="has no output embeddings"):
+            DividedForwards(task(transformers.LlamaConfig(**_SIZES)), context_ranks)
     model = _model("LlamaConfig", _SIZES)
     divided = DividedForwards(model, context_ranks)
     ids = _batches()["plain"]["input_ids"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,13 @@ class Mixed(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden.sum(1, keepdim=True)
+
+
+class Flattened(nn.Linear):
+    """Views rows and tokens as one axis."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.view(-1, hidden.shape[-1])).view_as(hidden)
 
 
 class Block(nn.Module):
@@ -45,8 +53,9 @@ def gradients(model: nn.Module, hidden: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_tiles_have_the_gradients_of_the_whole(recomputed: bool) -> None:
-    plain = net().eval()
+@pytest.mark.parametrize("inside", [None, lambda: Flattened(4, 4)], ids=["plain", "flattened"])
+def test_tiles_have_the_gradients_of_the_whole(recomputed: bool, inside: Any) -> None:
+    plain = net(inside).eval()
     tiled = copy.deepcopy(plain)
     tile_layers(tiled, {"mlp": 5})
     if recomputed:
@@ -114,3 +123,9 @@ def test_what_cannot_be_tiled_is_refused() -> None:
     tile_layers(model, {"mlp": 4})
     with pytest.raises(ModelError, match="does not return a state for each token"):
         model(torch.zeros(1, 9, 4, dtype=torch.float64))
+    with pytest.raises(ModelError, match=r"not given states of shape \(rows, tokens, size\)"):
+        model(torch.zeros(9, 4, dtype=torch.float64))
+    routed = net()
+    routed.config = SimpleNamespace(output_router_logits=True)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="output_router_logits=False"):
+        tile_layers(routed, {"mlp": 4})

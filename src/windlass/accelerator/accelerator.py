@@ -38,7 +38,7 @@ from windlass.accelerator.offloaded_weights import (
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared, PreparedModels
 from windlass.accelerator.prepared_schedule import PreparedSchedule
-from windlass.accelerator.preparing import Preparer, has_device_map
+from windlass.accelerator.preparing import Preparer, check_overrides, has_device_map
 from windlass.accelerator.profiling import profile
 from windlass.accelerator.ranks import PROCESS, LoopState, Ranks, publish, select_device
 from windlass.accelerator.setup import Handlers, LoopSettings, Setup, resolve_settings
@@ -529,6 +529,7 @@ class Accelerator(Ranks):
             ConfigError, ModelError, DataError: an object does not support the settings.
             RankMismatchError: settings, models, optimizers or data differ between ranks.
         """
+        check_overrides(self)
         return self._preparer.prepare(*args, device_placement=device_placement)
 
     def prepare_model(

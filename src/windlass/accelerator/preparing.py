@@ -31,7 +31,8 @@ from windlass.accelerator.zero_engines import ZeroEngines
 from windlass.checkpoint.optimizer_state import sparse_momentum
 from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.attributes import replaced
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.core.module_state import bare
 from windlass.data.prepare_loader import prepare_loader
@@ -52,6 +53,13 @@ from windlass.transforms.strategy import Strategy, device_of
 from windlass.zero.library import is_divided
 
 _log = get_logger(__name__)
+
+
+def check_overrides(accelerator: object) -> None:
+    """Raise ConfigError for methods that a script overrides and `prepare` would not call."""
+    parts = ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader", "_prepare_one")
+    fix = "`prepare` builds what belongs together at once and would never call it; override `prepare`"
+    refuse(Problem(name, "overridden", fix) for name in sorted(replaced(accelerator, *parts)))
 
 
 class Preparer:

@@ -1,9 +1,9 @@
-"""The rules that need the data or the process, in one table, and what no run calls."""
+"""The rules that need the data or the process, in one table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.assemble.batch import objections
@@ -30,59 +30,15 @@ class Facts:
     has_training_data: bool = True  # there is a training dataset, or an overridden loader
     has_evaluation_data: bool = True  # there is an evaluation dataset, or an overridden loader
     overridden: frozenset[str] = frozenset()  # names of Trainer methods that the subclass overrides
-    # Names of NEVER_CALLED that an override calls, and that Trainer does not have
+    # Methods that the script overrides and no run calls, with what to do instead
+    uncalled: Mapping[str, str] = field(default_factory=dict)
+    # Methods of other trainers that an override calls, and that Trainer does not have
     absent: frozenset[str] = frozenset()
     resumed: Progress | None = None  # the progress before updates changed their size; None if they did not
     size: UpdateSize | None = None  # the size of updates; None: that of the arguments
     hidden_size: int | None = None  # width of the model, as its configuration has it; None if it has none
 
 
-# Methods of other trainers that are parts of their loop; the loop of Windlass never calls an override of them.
-_CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
-_PARALLEL = "set parallelism_config"
-_SEARCH = "pass `hp_space` and `compute_objective` to `hyperparameter_search`"
-_CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
-NEVER_CALLED = {
-    "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
-    "_run_epoch": "override `training_step`, `compute_loss` or use a callback",
-    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, or set control flags in a "
-    "callback",
-    "_wrap_model": "the engine wraps the model itself; override `create_optimizer` or pass the wrapped model",
-    "_prepare_for_training": "use a callback's on_train_begin",
-    "_init_training_state": "use a callback's on_train_begin",
-    "_finalize_training": "use a callback's on_train_end",
-    "get_batch_samples": "the loader yields all micro-batches of an update: override `get_train_dataloader`, or "
-    "`count_targets` for another denominator",
-    "_get_num_items_in_batch": "override `count_targets`",
-    "set_initial_training_values": "set max_steps or num_train_epochs",
-    "_evaluate": "override `evaluate`",
-    "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
-    "prediction_loop": "override `evaluation_loop`",
-    "_clip_grad_norm": _CLIPPING,
-    "_get_grad_norm": _CLIPPING,
-    "_get_learning_rate": "override `log`",
-    "_track_num_input_tokens": "override `log`",
-    "_get_output_dir": "set output_dir",
-    "_move_model_to_device": "place the model yourself and set args.place_model_on_device=False",
-    "_save_rng_state": _CHECKPOINTS,
-    "_save_optimizer_and_scheduler": _CHECKPOINTS,
-    "_save_scaler": _CHECKPOINTS,
-    "_load_rng_state": _CHECKPOINTS,
-    "_load_scaler": _CHECKPOINTS,
-    "_load_callback_state": _CHECKPOINTS,
-    "_rotate_checkpoints": "set save_total_limit",
-    "_push_from_checkpoint": "set hub_strategy, or use a callback's on_save",
-    "_validate_args": "check them in the constructor",
-    "_build_accelerator_args": "set accelerator_config, and the arguments of the engine",
-    "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "get_sp_size": _PARALLEL,
-    "get_cp_size": _PARALLEL,
-    "get_tp_size": _PARALLEL,
-    "_prepare_context_parallel_inputs": "override `_prepare_inputs`",
-    "_hp_search_setup": _SEARCH,
-    "_report_to_hp_search": _SEARCH,
-    "store_flos": "override `floating_point_ops`",
-}
 MAX_STEPS = 10**9
 
 Condition = Callable[[TrainingArguments, CallPlan, Facts], Any]
@@ -230,10 +186,8 @@ def broken_rules(args: TrainingArguments, plan: CallPlan, facts: Facts) -> Itera
         if broken(args, plan, facts):
             value = getattr(args, name, None)
             yield Problem(name, getattr(value, "value", value), fix)
-    for name, instead in NEVER_CALLED.items():
-        if name in facts.overridden:
-            fix = f"Windlass runs its own loop and would never call it; {instead}"
-            yield Problem(name, "overridden", fix)
+    for name, instead in facts.uncalled.items():
+        yield Problem(name, "overridden", f"Windlass runs its own loop and would never call it; {instead}")
     if facts.absent:
         fix = (
             f"it calls {', '.join(sorted(facts.absent))}, which Windlass does not have: a checkpoint is written as a "

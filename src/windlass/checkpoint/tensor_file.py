@@ -151,8 +151,9 @@ def check_tensor(tensor: Tensor, what: str) -> None:
     """
     if type(tensor).__name__ == "DTensor":
         raise CheckpointError(f"{what} is a DTensor; gather it (`full_tensor()`) before it is saved")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{what} is a {tensor.layout} tensor; only plain dense tensors can be saved")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+        raise CheckpointError(f"{what} is a {kind} tensor; only plain dense tensors can be saved")
     if tensor.is_meta:
         raise CheckpointError(f"{what} is on the meta device: it has no data to save")
     if tensor.dtype not in CODES:

@@ -18,8 +18,8 @@ from windlass.finetuning.frozen_reference import without_dropout
 from windlass.finetuning.peft_adapters import predicts_first_labels
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reward_config import RewardConfig
+from windlass.finetuning.skipped_overrides import check_overrides
 from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
-from windlass.finetuning.uncalled import check_overrides
 from windlass.text.pair_encoder import PairOptions
 from windlass.transforms.model_limits import ModelLimits
 

@@ -19,8 +19,8 @@ from windlass.finetuning.sft_checks import check_settings, router_coefficient
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_data import SFTData, holds_images
 from windlass.finetuning.sft_parts import open_images, refuse_unequal, sft_arguments, sft_collator
+from windlass.finetuning.skipped_overrides import check_overrides
 from windlass.finetuning.tuned_model import open_tuned_model
-from windlass.finetuning.uncalled import check_overrides
 from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from windlass.core.errors import ConfigError, ModelError, Problem, WindlassError
-from windlass.core.job_signals import handled_later
+from windlass.core.job_signals import end_with_parent, handled_later
 from windlass.core.threads import keep_inherited_garbage
 
 
@@ -31,13 +31,14 @@ class Child:
         # The forked process has a copy of what is buffered, and may print it too.
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         with handled_later():
             # No handler's exception (Ctrl-C) may come between the fork and this assignment: no caller would know
             # the process.
             self._pid = os.fork()
             if self._pid == 0:
                 os.close(reader)
-                _answer(work, writer)
+                _answer(work, writer, parent)
         os.close(writer)
         self._pipe = os.fdopen(reader, "rb")
 
@@ -70,9 +71,10 @@ def apart(work: Callable[[], Any]) -> Any:
         return child.result()
 
 
-def _answer(work: Callable[[], Any], writer: int) -> None:
+def _answer(work: Callable[[], Any], writer: int, parent: int) -> None:
     """Write the result of `work`, and end the process, without what a process does at its end."""
     try:
+        end_with_parent(parent)
         keep_inherited_garbage()
         # The threads of OpenMP are not in a forked process, which would wait for them in its first parallel loop.
         torch.set_num_threads(1)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from windlass.assemble.rules import NEVER_CALLED
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import EvaluationPlan
-from windlass.core.attributes import attributes_of
+from windlass.core.attributes import attributes_of, replaced
 from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.run_clock import Moment
 from windlass.engine.evaluate import Evaluation
@@ -25,6 +24,7 @@ from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
 from windlass.trainer.script_loss import exchanges, names_in_code
+from windlass.trainer.uncalled import NEVER_CALLED, uncalled_of
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.strategy import Strategy
 
@@ -61,17 +61,6 @@ def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
         return frozenset()
     named = names_in_code([trainer._save_checkpoint]) & NEVER_CALLED.keys()
     return frozenset(name for name in named if not hasattr(trainer, name))
-
-
-def replaced(instance: object, *names: str) -> frozenset[str]:
-    """The methods of these names that a script replaces, not one of Windlass's own trainers."""
-    classes = type(instance).__mro__
-    owners = {name: next((cls for cls in classes if name in vars(cls)), object) for name in names}
-    return frozenset(
-        name
-        for name, owner in owners.items()
-        if name in vars(instance) or (owner is not object and not owner.__module__.startswith("windlass."))
-    )
 
 
 def has_evaluation_data(trainer: Trainer) -> bool:
@@ -184,6 +173,7 @@ class TrainHooks:
         loss: the methods that compute and count its loss.
         training_step: `training_step` on one micro-batch, with the target count that it gets or None.
         overridden: the replaced methods that change the plan.
+        uncalled: what a script overrides and no run calls, with what to do instead.
         absent: methods of other trainers that a script's way to save calls, and that this one does not have.
         flops: the script's own `floating_point_ops`; None if that is the default.
         has_evaluation_data: see the function of this name.
@@ -204,6 +194,7 @@ class TrainHooks:
         self.model, self.loss = trainer.model, loss_hooks(trainer, owner)
         self.training_step: TrainingStep = trainer.run_micro_step
         self.overridden = replaced(trainer, *WATCHED)
+        self.uncalled = uncalled_of(trainer, trainer.args, trainer.accelerator)
         self.absent = absent_in_save(trainer, owner)
         own_flops = overrides(trainer, owner, "floating_point_ops")
         self.flops: Callable[[Any], float] | None = trainer.floating_point_ops if own_flops else None

@@ -298,6 +298,12 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         fix = "has an encoder, whose sequences are not divided; set cp_size=1 and sp_size=1"
         raise ConfigError(Problem("model", type(model).__name__, fix))
+    # Not by a forward: labels that are no classes of it end a process on a device.
+    if model.get_output_embeddings() is None:
+        raise ModelError(
+            f"{type(model).__name__} has no output embeddings, so it does not predict the next token of each, and its "
+            f"sequences cannot be divided among ranks. {_TRAIN_WHOLE}"
+        )
     if (mixer := _mixer(model, config)) is not None:
         raise ModelError(
             f"{type(model).__name__} mixes tokens in another way than attention to earlier ones ({mixer}), so its "

@@ -85,7 +85,9 @@ class Examination:
         # with it after that.
         without = {feature.name: self._without(feature) for feature, _ in self._case.features}
         for feature, value in self._case.features:
-            yield f"the effect of {feature.name}", self._effect(feature, value, without[feature.name])
+            # A run that is refused without it has nothing to be compared with: stages need references computed before.
+            if not without[feature.name].refused:
+                yield f"the effect of {feature.name}", self._effect(feature, value, without[feature.name])
 
     def _resumed(self) -> list[str]:
         rank = int(self._case.kill * 1000) % self._recipe.world
@@ -160,8 +162,8 @@ class Examination:
         return attempt(_unsaved(recipe), self._folder / f"without-{feature.name}")
 
     def _effect(self, feature: Any, value: str, without: Outcome) -> list[str]:
-        if without.crashed or without.refused:
-            return [f"without it: {without.crashed or without.refused}"]
+        if without.crashed:
+            return [f"without it: {without.crashed}"]
         try:
             feature.check(Effect(self._recipe, value, self.whole, without))
         except AssertionError as problem:

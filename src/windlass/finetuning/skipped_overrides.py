@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from windlass.core.attributes import replaced
 from windlass.core.errors import Problem, refuse
-from windlass.trainer.hooks import replaced
-from windlass.trainer.trainer import Trainer
 
 _ROWS = "prepare the rows before you pass them"
 _LOSS = "override `compute_loss`"
@@ -34,7 +33,7 @@ _IN_COMPUTE_LOSS = {
 }
 
 
-def check_overrides(trainer: Trainer) -> None:
+def check_overrides(trainer: object) -> None:
     """Raise ConfigError for methods of a script that would be skipped, before any work is done.
 
     Those of a loss may be parts of the script's own `compute_loss`: they pass if it has one.

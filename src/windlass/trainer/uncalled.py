@@ -1,0 +1,96 @@
+"""What scripts override of other libraries' loops, and the loop of Windlass never calls."""
+
+from __future__ import annotations
+
+from windlass.core.attributes import replaced
+
+_CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
+_PREPARED = "the engine prepares model and optimizer together; override `create_optimizer`, or wrap the model yourself"
+_DEVICE = "set use_cpu, or CUDA_VISIBLE_DEVICES"
+_LAUNCHER = "they are those of the processes that were launched"
+_PARALLEL = "set parallelism_config"
+_SEARCH = "pass `hp_space` and `compute_objective` to `hyperparameter_search`"
+_CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
+# Of a Trainer: parts of another library's loop.
+NEVER_CALLED = {
+    "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
+    "_run_epoch": "override `training_step`, `compute_loss` or use a callback",
+    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, or set control flags in a "
+    "callback",
+    "_wrap_model": "the engine wraps the model itself; override `create_optimizer` or pass the wrapped model",
+    "_prepare_for_training": "use a callback's on_train_begin",
+    "_init_training_state": "use a callback's on_train_begin",
+    "_finalize_training": "use a callback's on_train_end",
+    "get_batch_samples": "the loader yields all micro-batches of an update: override `get_train_dataloader`, or "
+    "`count_targets` for another denominator",
+    "_get_num_items_in_batch": "override `count_targets`",
+    "set_initial_training_values": "set max_steps or num_train_epochs",
+    "_evaluate": "override `evaluate`",
+    "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
+    "prediction_loop": "override `evaluation_loop`",
+    "_clip_grad_norm": _CLIPPING,
+    "_get_grad_norm": _CLIPPING,
+    "_get_learning_rate": "override `log`",
+    "_track_num_input_tokens": "override `log`",
+    "_get_output_dir": "set output_dir",
+    "_move_model_to_device": "place the model yourself and set args.place_model_on_device=False",
+    "_save_rng_state": _CHECKPOINTS,
+    "_save_optimizer_and_scheduler": _CHECKPOINTS,
+    "_save_scaler": _CHECKPOINTS,
+    "_load_rng_state": _CHECKPOINTS,
+    "_load_scaler": _CHECKPOINTS,
+    "_load_callback_state": _CHECKPOINTS,
+    "_rotate_checkpoints": "set save_total_limit",
+    "_push_from_checkpoint": "set hub_strategy, or use a callback's on_save",
+    "_validate_args": "check them in the constructor",
+    "_build_accelerator_args": "set accelerator_config, and the arguments of the engine",
+    "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
+    "get_sp_size": _PARALLEL,
+    "get_cp_size": _PARALLEL,
+    "get_tp_size": _PARALLEL,
+    "_prepare_context_parallel_inputs": "override `_prepare_inputs`",
+    "_hp_search_setup": _SEARCH,
+    "_report_to_hp_search": _SEARCH,
+    "store_flos": "override `floating_point_ops`",
+}
+# Of its Accelerator, in a class or assigned.
+_OF_ACCELERATOR = {
+    "clip_grad_norm_": _CLIPPING,
+    "prepare": _PREPARED,
+    "prepare_model": _PREPARED,
+    "prepare_optimizer": _PREPARED,
+    "prepare_data_loader": "override `get_train_dataloader`",
+    "no_sync": "the engine reduces gradients once an update",
+    "gather_for_metrics": "override `evaluation_loop` or `prediction_step`",
+}
+# Of a class of arguments.
+_OF_ARGUMENTS = {
+    "should_save": "set save_strategy and save_on_each_node",
+    "_setup_devices": _DEVICE,
+    "n_gpu": _DEVICE,
+    "world_size": _LAUNCHER,
+    "process_index": _LAUNCHER,
+    "local_process_index": _LAUNCHER,
+    "parallel_mode": _LAUNCHER,
+    "ddp_timeout_delta": "set ddp_timeout",
+    "_process_fsdp_args": "set fsdp and fsdp_config",
+}
+
+
+def uncalled_of(script: object, args: object, accelerator: object) -> dict[str, str]:
+    """The methods that a script overrides and no run would call, each with what to do instead.
+
+    Args:
+        script: the trainer.
+        args: its arguments.
+        accelerator: its Accelerator.
+    """
+    return {
+        f"{prefix}{name}": known[name]
+        for prefix, owner, known in (
+            ("", script, NEVER_CALLED),
+            ("args.", args, _OF_ARGUMENTS),
+            ("accelerator.", accelerator, _OF_ACCELERATOR),
+        )
+        for name in sorted(replaced(owner, *known))
+    }
