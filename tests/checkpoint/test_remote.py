@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,6 +263,18 @@ def test_weights_in_another_number_of_files_replace_those_of_before(tmp_path: Pa
             (machine / name).touch()
         store_at(machine, url).mirror.upload_loose()
         assert {*RemoteFolder(url).names()} == {*names, "notes.txt"}
+
+
+def test_what_completes_a_folder_is_uploaded_after_what_it_completes(tmp_path: Path, url: str) -> None:
+    """A machine that dies between the two would leave a base without weights, which is taken for a whole one."""
+    for time, name in enumerate(("model.safetensors", "base_recipe.json")):
+        path = tmp_path / "base" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+        os.utime(path, (time, time))
+    store_at(tmp_path, url).mirror.upload_loose()
+    sent = [done.rpartition("/")[2] for done in Faulty.operations if done.startswith("upload base/")]
+    assert sent == ["model.safetensors", "base_recipe.json"]
 
 
 def test_segments_of_a_long_history_are_uploaded_once(

@@ -57,6 +57,7 @@ def test_a_recipe_is_searched_and_continued(folder: Path, capsys: pytest.Capture
             "space: {training.sed: [1]}",
             "space.training.sed=[1]: is not a key of a recipe; did you mean",
         ),
+        ("space: {training.output_dir: [a, b]}", "is a folder of each trial"),
         ("trials: 3", "space=None: must be a mapping"),
         ("metric: 3\nspace: {training.seed: [1]}", "space.yaml:1: metric=3: must be text or a list"),
         ("trials: many\nspace: {training.seed: [1]}", "trials='many': must be a whole number"),

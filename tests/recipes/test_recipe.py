@@ -124,6 +124,7 @@ def test_training_arguments_speak_for_their_section(tmp_path: Path, text: Path) 
         ("data.format=hub", []),
         ("training.eval_strategy=steps data.eval_fraction=0", ["needs data to evaluate on"]),
         ("nothing", ["name=value"]),
+        ("training.max_steps.y=4", ["training.max_steps is 3, which has no keys"]),
     ],
 )
 def test_one_problem_each(override: str, words: list[str], tmp_path: Path, text: Path) -> None:

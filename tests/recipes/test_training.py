@@ -61,6 +61,7 @@ def test_all_that_is_wrong_is_told_with_its_place() -> None:
         ([], {"stage": 2}),
         (["parallel.deepspeed.zero_stage=3"], {"stage": 3}),
         (["parallel.deepspeed.config.zero_optimization.stage=1"], {"stage": 1}),
+        (["training.deepspeed={zero_optimization: {stage: 3}}"], {"stage": 3}),
         (
             ["parallel.deepspeed.offload_optimizer_device=cpu", "parallel.deepspeed.zero_stage=1"],
             {"stage": 1, "offload_optimizer": {"device": "cpu"}},
@@ -82,3 +83,30 @@ def test_a_whole_configuration_and_a_field_contradict() -> None:
         ConfigError, match=r"parallel.deepspeed.zero_stage.*contradicts parallel.deepspeed.config"
     ):
         load_recipe(None, ["parallel.strategy=deepspeed", *words])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words", "message"),
+    [
+        (
+            "deepspeed",
+            ["training.deepspeed={zero_optimization: {stage: 3}}", "parallel.deepspeed.zero_stage=1"],
+            "contradicts training.deepspeed.zero_optimization.stage=3",
+        ),
+        (
+            "fsdp",
+            ["training.fsdp_config.offload_params=false", "parallel.fsdp.cpu_offload=true"],
+            "contradicts training.fsdp_config.offload_params=False",
+        ),
+        (
+            "fsdp",
+            ["training.fsdp_config=f.json", "parallel.fsdp.cpu_offload=true"],
+            "belongs into f.json, which training.fsdp_config names",
+        ),
+    ],
+)
+def test_a_section_of_training_and_a_setting_contradict(
+    strategy: str, words: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(None, [f"parallel.strategy={strategy}", *words])

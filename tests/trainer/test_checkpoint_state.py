@@ -246,8 +246,12 @@ def test_a_state_that_cannot_be_written_is_refused_before_the_first_update(
         assert trainer.state.global_step == 0
 
 
-def test_a_configuration_that_cannot_be_written_is_refused_before_the_first_update(tmp_path: Path) -> None:
-    """transformers checks settings of generation when it writes them, which would cost the run at its first save."""
+def test_a_configuration_that_cannot_be_written_is_refused_before_the_first_update(
+    tmp_path: Path, caplog: Any
+) -> None:
+    """transformers checks settings of generation when it writes them, which would cost the run at its first save; one
+    without saves is warned, for its script may call save_model.
+    """
     model: Any = Net()
     model.generation_config = pytest.importorskip("transformers").GenerationConfig()
     model.generation_config.temperature = 0.5
@@ -255,6 +259,9 @@ def test_a_configuration_that_cannot_be_written_is_refused_before_the_first_upda
     with pytest.raises(CheckpointError, match=r"configurations of Net.*GenerationConfig is invalid"):
         trainer.train()
     assert trainer.state.global_step == 0
+    caplog.set_level("WARNING", logger="windlass")
+    Trainer(model, arguments(tmp_path, save_strategy="no"), train_dataset=rows(8)).train()
+    assert "save_model will fail: the configurations of Net" in caplog.text
 
 
 def test_a_run_with_the_schedule_that_shows_adafactors_rates_is_resumed_to_the_bit(tmp_path: Path) -> None:

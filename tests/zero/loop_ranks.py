@@ -15,7 +15,7 @@ from tests.zero.runs import Net
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, ModelError
 from windlass.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from windlass.zero.library import make_schedule
 
@@ -100,6 +100,22 @@ def train(parts: tuple[Any, ...], updates: int, clips: bool) -> tuple[list[float
             if made == updates:
                 break
     return losses, norms
+
+
+def backward_again(stage: int) -> str:
+    """What is said of a second backward through a graph that was kept."""
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+    model = Net()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    loss = model(**next(iter(data())))["loss"]
+    accelerator.backward(loss, retain_graph=True)
+    try:
+        accelerator.backward(loss * 2)
+    except ModelError as error:
+        return str(error)
+    finally:
+        accelerator.free_memory()
+    return ""
 
 
 def loop(kind: str, folder: Path) -> dict[str, Any]:

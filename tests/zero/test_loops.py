@@ -42,6 +42,11 @@ def test_a_loop_equals_one_process(kind: str, alone: dict[str, Any], tmp_path: P
         assert values == pytest.approx(alone["weights"][name], abs=TOLERANCE), name
 
 
+def test_a_second_backward_through_a_graph_that_stage_3_has_freed_is_explained() -> None:
+    for said in on_ranks(2, loop_ranks.backward_again, 3):
+        assert "frees the parameters of a forward in its first backward" in said
+
+
 def test_a_schedule_beside_that_of_the_configuration_is_refused() -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=loop_ranks.FILE))
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)

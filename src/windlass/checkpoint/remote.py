@@ -362,17 +362,21 @@ class Mirror:
         """Upload what changed since the last time, checkpoints aside. Raises OSError if something did not arrive."""
         if self._loose is None or not self.root.is_dir():
             return
-        for top in sorted(self.root.iterdir()):
-            if _NOT_LOOSE.fullmatch(top.name) or top.is_symlink():
-                continue
-            for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-                if path.is_file() and not path.is_symlink():
-                    self._send(self._loose, path)
+        # In the order in which they were written: a file that says that others are complete is the last of them.
+        for path in sorted(self._loose_files(), key=lambda one: (one.stat().st_mtime_ns, one)):
+            self._send(self._loose, path)
         # Weights of an earlier run in another number of files.
         here = {path.name for path in self.root.iterdir()}
         if WEIGHTS_NAME in here or SPLIT_INDEX_NAME in here:
             for name in left_over(self._loose.names(), here):
                 self._loose.remove(name)
+
+    def _loose_files(self) -> Iterator[Path]:
+        for top in self.root.iterdir():
+            if not _NOT_LOOSE.fullmatch(top.name) and not top.is_symlink():
+                for path in top.rglob("*") if top.is_dir() else [top]:
+                    if path.is_file() and not path.is_symlink():
+                        yield path
 
     def _send(self, loose: RemoteFolder, path: Path) -> None:
         # The state before it is read: what is appended meanwhile is sent the next time.

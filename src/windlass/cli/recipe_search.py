@@ -77,6 +77,9 @@ def read_spec(path: Path) -> SearchSpec:
         # Below a key that holds a mapping (`adapter.r`) anything may be.
         strange = {k: v for k, v in space.items() if not any(k.startswith(f"{key}.") for key in keys)}
         problems += unknown(strange, keys, partial(document.where, "space"), "is not a key of a recipe")
+        if (name := "training.output_dir") in space:
+            fix = "is a folder of each trial below that of the search, and cannot be chosen"
+            problems.append(Problem(document.where("space", name), space[name], fix))
     hints = alternatives(SearchSpec)
     problems += [
         Problem(document.where(name), value, fault)

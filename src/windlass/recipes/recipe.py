@@ -88,6 +88,15 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _differing(one: Any, other: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key and the value in `one` of each value that both have, and that differs."""
+    for name, value in other.items() if isinstance(one, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from _differing(one.get(name), value, f"{before}{name}.")
+        elif one.get(name, value) != value:
+            yield f"{before}{name}", one[name]
+
+
 def merge_parallel(
     training: Mapping[str, Any], parallel: Mapping[str, Any], draft: RecipeDraft
 ) -> tuple[dict[str, Any], list[Problem]]:
@@ -110,13 +119,21 @@ def merge_parallel(
         ]
     # The strategy first: what else is set of DeepSpeed replaces its defaults.
     for setting in sorted(settings.values(), key=lambda found: found.key != STRATEGY.name):
-        if setting.key == STRATEGY.name and isinstance(joined.get("deepspeed"), str):
-            continue  # a file has it all
+        if setting.key == STRATEGY.name and training.get("deepspeed"):
+            continue  # which has it all, and not the defaults
         arguments = to_arguments(KEYS[setting.key], setting.value)
         if not arguments:
             problems.append(problem(setting, _ONLY_AT_LAUNCH))
         for name, value in arguments.items():
             if isinstance(value, dict):
+                given = training.get(name) or {}
+                if isinstance(given, str):
+                    problems.append(problem(setting, f"belongs into {given}, which training.{name} names"))
+                    continue
+                problems += [
+                    problem(setting, f"contradicts training.{name}.{key}={own!r}; set only one")
+                    for key, own in _differing(given, value)
+                ]
                 value = _merged(joined.get(name) or {}, value)
             elif joined.get(name, value) != value:
                 problems.append(

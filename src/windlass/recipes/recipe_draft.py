@@ -56,11 +56,24 @@ class RecipeDraft:
                 continue
             if len(keys) == 1 and isinstance(value, str) and keys[0] in SHORTHANDS:
                 keys = (*keys, SHORTHANDS[keys[0]])
+            self._check_sections(keys, value)
             self.put(keys, value)
             section = self.values.get(keys[0])
             for other in ALTERNATIVES.get(keys, ()):
                 if isinstance(section, dict) and not self.is_overridden(keys[0], other):
                     section.pop(other, None)
+
+    def _check_sections(self, keys: Keys, value: Any) -> None:
+        """Note a problem if there is a value, and no section, where a key is to be set."""
+        node: Any = self.values
+        for depth, key in enumerate(keys[:-1], 1):
+            node = node.get(key)
+            if node is None:
+                return
+            if not isinstance(node, dict):
+                fix = f"has no effect: {'.'.join(keys[:depth])} is {one_line(node)}, which has no keys"
+                self.problems.append(Problem(".".join(keys), value, fix))
+                return
 
     def wrong_keys(self) -> Iterator[Problem]:
         """Yield a problem for each key that is not text: YAML reads `1:` and `true:` as values of other types."""

@@ -129,15 +129,19 @@ class ModelWriter:
                 save_weights(folder, self.layout(tensors), name=name)
             _warn_of_others(folder, name)
 
-    def check_savable(self) -> None:
+    def check_configurations(self, fix: str) -> None:
         """Check that the configurations can be written, of which transformers refuses some settings of generation only
-        then, and weights that are made of other tensors. Raises CheckpointError with the reason.
+        then. Raises CheckpointError with the reason and the `fix`.
         """
-        what = (
-            f"the configurations of {type(bare(self.model)).__name__}, which are saved with each checkpoint"
-        )
-        with naming(f"{what}, cannot be written; correct them before training, or set save_strategy='no'"):
+        what = f"the configurations of {type(bare(self.model)).__name__}, which are saved with its weights"
+        with naming(f"{what}, cannot be written; correct them before training{fix}"):
             self._configurations(Path())
+
+    def check_savable(self) -> None:
+        """Check what `check_configurations` does, and weights that are made of other tensors. Raises CheckpointError
+        with the reason.
+        """
+        self.check_configurations(", or set save_strategy='no'")
         for name, weight in state_of(self.model).items() if self.adapter is None else ():
             if is_packed(weight):
                 what = f"the weight {name}, a {type(weight).__name__}, is saved with each checkpoint and has no bits"

@@ -9,7 +9,7 @@ from functools import partial
 from windlass.accelerator.saved_parts import check_savable
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
-from windlass.core.errors import ConfigError
+from windlass.core.errors import CheckpointError, ConfigError
 from windlass.core.events import TrainerState
 from windlass.core.logs import SCRIPT_HINTS, get_job_logger
 from windlass.core.mesh import Mesh
@@ -117,15 +117,20 @@ class RunTraining(LoopHooks):
 
     def _check_savable(self) -> None:
         """Check before the first update that the model, its configurations and the state of the script's own objects
-        can be saved. Collective.
+        can be saved. Collective. A run that saves nothing goes on, for its script may not either.
         """
-        save = self._context.plan.save
+        save, files = self._context.plan.save, self._context.files
         if save.cadence.strategy == "no" and save.every is None:
+            if self._context.all_ranks.rank == 0:
+                try:
+                    files.check_configurations("")
+                except CheckpointError as error:
+                    job_logger.warning("save_model will fail: %s", error)
             return
 
         def check() -> None:
             if self._context.all_ranks.rank == 0:
-                self._context.files.check_savable()
+                files.check_savable()
             if save.model_only:
                 return
             check_savable("lr_scheduler", self._schedule.exposed, self._schedule)

@@ -91,7 +91,7 @@ class ZeroEngine:
         _check_files(library, config)
         self.stage: int = config["zero_optimization"]["stage"]
         self._trains, self._factor = optimizer is not None, 1.0
-        self._has_gradients = self._complete = False
+        self._has_gradients = self._complete = self._has_kept_graph = False
         self._module, self._loss_ranks, self._zero = module, loss_ranks, library.zero
         if has_param_files(config):
             check_buffers(module, config, loss_ranks.size)
@@ -163,7 +163,16 @@ class ZeroEngine:
         if self.stage == 3:
             # The engine counts a backward at the next forward: a second one would replace the gradients of the first.
             self._optimizer.clear_backward_seen_flag()
-        self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        try:
+            self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        except RuntimeError as error:
+            if self.stage == 3 and self._has_kept_graph and type(error) is RuntimeError:
+                raise ModelError(
+                    "stage 3 of DeepSpeed frees the parameters of a forward in its first backward, so a second one "
+                    "through the graph that retain_graph kept finds none: add the losses, and call backward once"
+                ) from error
+            raise
+        self._has_kept_graph = retain_graph
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients by `factor` in the next step."""
