@@ -36,11 +36,17 @@ def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def replaced(instance: object, *names: str) -> frozenset[str]:
-    """The methods of these names that a script replaces, not a class of Windlass."""
-    classes = type(instance).__mro__
-    owners = {name: next((cls for cls in classes if name in vars(cls)), object) for name in names}
-    return frozenset(
-        name
-        for name, owner in owners.items()
-        if name in vars(instance) or (owner is not object and not owner.__module__.startswith("windlass."))
-    )
+    """The methods of these names that a script replaces: in a subclass, on the instance, or by assigning to a class of
+    Windlass. An override in a class of Windlass is none.
+    """
+    return frozenset(name for name in names if name in vars(instance) or _is_foreign(type(instance), name))
+
+
+def _is_foreign(cls: type, name: str) -> bool:
+    value: Any = inspect.getattr_static(cls, name, None)
+    if value is None:
+        return False
+    function: Any = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    # Not `__module__`, which `functools.wraps` copies from the method that a script wraps.
+    where = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return not str(where).startswith("windlass.")

@@ -45,12 +45,12 @@ WATCHED = (
 
 
 def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
-    """The methods of these names that the instance's class, or the instance itself, replaces."""
-    return frozenset(
-        name
-        for name in names
-        if name in vars(instance) or getattr(type(instance), name, None) is not getattr(owner, name, None)
-    )
+    """The methods of these names that are not those of `owner`: replaced in a subclass, on the instance, or by a script
+    that assigns to the class.
+    """
+    kind = type(instance)
+    inherited = {name for name in names if getattr(kind, name, None) is getattr(owner, name, None)}
+    return (frozenset(names) - inherited) | replaced(instance, *names)
 
 
 def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
