@@ -206,6 +206,24 @@ def test_a_foreign_folder_in_the_way_is_kept_aside(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-3.aside2").readlink() == tmp_path / "kept", "a link to one is not one"
 
 
+def test_what_a_script_put_beside_a_replaced_checkpoint_stays(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    path = tmp_path / "checkpoint-2"
+    (path / "scores").mkdir()
+    (path / "scores" / "words").write_text("mine")
+    save(tmp_path, 2)
+    assert (path / "scores" / "words").read_text() == "mine"
+    # Killed before it was moved, and written again since.
+    replaced = tmp_path / "replaced-checkpoint-2"
+    shutil.copytree(path, replaced)
+    (replaced / "scores" / "words").write_text("older")
+    (replaced / "notes").write_text("mine too")
+    save(tmp_path, 3, limit=None)
+    assert [(path / name).read_text() for name in ("scores/words", "notes")] == ["mine", "mine too"]
+    assert not replaced.exists()
+    assert newest(tmp_path) == 3
+
+
 def test_a_cut_off_replacement_is_found_under_its_own_name_and_mended(tmp_path: Path) -> None:
     save(tmp_path, 2)
     best = tmp_path / "checkpoint-2"

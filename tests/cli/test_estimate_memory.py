@@ -247,6 +247,16 @@ def test_options_of_a_training_need_its_batch(
     assert f"--batch_size=None: is needed with {words[0]}" in capsys.readouterr().err
 
 
+def test_rows_longer_than_a_table_of_positions_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **config}))
+    assert main(["estimate-memory", str(tmp_path), "--batch_size", "2"]) == 2
+    assert "--length=1024: the model has 128 positions" in capsys.readouterr().err
+
+
 def test_a_model_of_images_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ViTConfig(architectures=["ViTForImageClassification"], hidden_size=8, intermediate_size=8, num_hidden_layers=1,
               num_attention_heads=1, image_size=8, patch_size=4).save_pretrained(tmp_path)  # fmt: skip

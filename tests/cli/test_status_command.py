@@ -163,7 +163,11 @@ def test_a_run_that_was_moved_is_resumed_where_it_is(
     assert "NOW" not in status(run, capsys)["resume"]["command"].replace(str(run), "NOW")
     moved = run.rename(run.with_name("moved"))
     found = status(moved, capsys)["resume"]
-    assert found["command"] == f"cd {run.parent} && windlass " + command.replace("NOW", str(moved.resolve()))
+    command = command.replace("NOW", str(moved.resolve()))
+    assert found["command"] == f"cd {run.parent} && windlass {command}"
+    checkpoint = (moved / "checkpoint-3").rename(moved.with_name("elsewhere"))
+    assert status(moved, capsys)["resume"]["command"].endswith(f"{command} auto"), "--resume would find none"
+    checkpoint.rename(moved / "checkpoint-3")
     # Of a script, whose flags are its own; and of a machine that sees the folder of another.
     record["process"]["arguments"] = ["train.py"]
     (moved / "run.json").write_text(json.dumps(record))

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from windlass.core.job_signals import WorkerStart, handling
+
 FAILS_WITH_A_WORKER = """
 import multiprocessing, os, signal, sys, time
 from windlass.core.job_signals import WorkerStart, handling
@@ -84,3 +86,13 @@ def test_a_worker_whose_parent_is_killed_while_it_starts_ends(tmp_path, method, 
         [sys.executable, script, method, thread], capture_output=True, timeout=60, check=False
     )
     assert ended.returncode == -signal.SIGKILL
+
+
+def test_workers_ignore_a_signal_until_the_last_of_two_runs_has_ended():
+    with handling(signal.SIGUSR1, print):
+        with handling(signal.SIGUSR1, print):  # of a run within a callback of the other
+            pass
+        start = WorkerStart.now(None)
+        assert start.left == (signal.SIGUSR1,)
+        assert start.running.value
+    assert not start.running.value

@@ -10,7 +10,7 @@ from tests.laws.source import Module, imports, modules, nodes
 
 HEAVY = {"torch", "numpy", "transformers", "datasets", "tokenizers", "safetensors", "accelerate"}
 ENVIRONMENT_CALLS = {"setdefault", "update", "pop", "clear", "popitem", "__setitem__", "__delitem__"}
-# `enable_full_determinism`, a call that a script makes in so many words, sets the variable that cuBLAS reads;
+# `enable_full_determinism`, a call that a script makes in so many words, sets what cuBLAS and transformers read;
 # `patch_environment` sets what it is asked to, for as long as its body runs.
 # The command line and the launchers set up the processes they start, and `dist` may hand torch what torch only reads
 # from there.

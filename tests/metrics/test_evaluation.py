@@ -39,6 +39,8 @@ ONE, TWO, LOSS = torch.ones(2, 1), torch.ones(2, 2), torch.tensor(0.5)
     ],
 )
 def test_outputs_are_divided(outputs: Any, has_loss: bool, loss: Any, predictions: Any) -> None:
+    _, got = split_outputs(outputs, has_loss=has_loss, ignore_keys="cache")
+    torch.testing.assert_close(got, predictions, rtol=0, atol=0)
     got_loss, got = split_outputs(outputs, has_loss=has_loss, ignore_keys=["cache"])
     assert got_loss is loss if loss is None else got_loss == loss
     assert type(got) is type(predictions)

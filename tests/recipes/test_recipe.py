@@ -83,17 +83,25 @@ def test_the_ready_recipes_are_valid(name: str, tmp_path: Path) -> None:
 
 def test_all_problems_at_once_with_line_and_nearest_key(tmp_path: Path, text: Path) -> None:
     body = GOOD.format(text=text).replace("block_size", "blok_size").replace("causal-lm", "causal")
-    path = write(tmp_path, body.replace("max_steps: 3", "max_stepz: 3") + "learning_rate: 1\n")
+    end = "learning_rate: 1\ndata.eval: x\n"
+    path = write(tmp_path, body.replace("max_steps: 3", "max_stepz: 3") + end)
     found = complaint(path, ["data.max_samples=many", "sample.temperature=-1"])
     wanted = [
         f"{path}:4: data.blok_size=16: no such key; did you mean data.block_size?",
         f"{path}:1: task='causal': must be one of {', '.join(TASKS)}; did you mean 'causal-lm'?",
         f"{path}:13: learning_rate=1: no such key here; did you mean training.learning_rate?",
+        f"{path}:14: data.eval='x': a key of a file names one level; write it as data: {{eval: ...}}",
         "data.max_samples='many': must be a whole number or None, and is str",
         "sample.temperature=-1.0: must be 0 or more",
         f"{path}:10: training.max_stepz=3: there is no such argument; did you mean 'max_steps'?",
     ]
     assert sorted(found) == sorted(wanted)
+
+
+def test_an_override_replaces_a_setting_that_the_file_spells_in_one_word(tmp_path: Path, text: Path) -> None:
+    body = GOOD.format(text=text) + "parallel:\n  mesh.pp_schedule: gpipe\n"
+    recipe = load_recipe(write(tmp_path, body), ["parallel.mesh.pp_schedule=1f1b"])
+    assert recipe.parallel == {"mesh.pp_schedule": "1f1b"}
 
 
 def test_training_arguments_speak_for_their_section(tmp_path: Path, text: Path) -> None:

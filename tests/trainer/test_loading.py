@@ -11,6 +11,7 @@ from tests.trainer.small import Net, arguments, rows, weights_hash
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from windlass import Trainer
+from windlass.callbacks.weight_averaging import SWACallback
 from windlass.core.errors import ConfigError, DataError, ModelError
 
 
@@ -252,9 +253,18 @@ def test_other_things_than_arguments_are_refused(given: Any) -> None:
         Trainer(Net(), given, train_dataset=rows(4))
 
 
-def test_a_collator_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data_collator='padding'"):
-        Trainer(Net(), arguments(tmp_path), data_collator="padding", train_dataset=rows(4))
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data_collator": "padding"}, "data_collator='padding'"),
+        ({"callbacks": SWACallback()}, r"callbacks='SWACallback': give a list .*\[SWACallback\]"),
+        ({"callbacks": SWACallback}, r"callbacks='SWACallback': give a list .*\[SWACallback\]"),
+        ({"optimizer_cls_and_kwargs": torch.optim.SGD}, "optimizer_cls_and_kwargs=.*give a pair"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Trainer(Net(), arguments(tmp_path), train_dataset=rows(4), **given)
 
 
 def test_resuming_from_neither_true_nor_a_path_is_refused(tmp_path: Path) -> None:

@@ -306,6 +306,7 @@ def test_full_determinism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(2):
             trainer = Trainer(Noisy(), arguments(tmp_path, full_determinism=True), train_dataset=rows(16))
             assert torch.are_deterministic_algorithms_enabled()
+            assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
             trainer.train()
             hashes.add(weights_hash(trainer.model))
     finally:

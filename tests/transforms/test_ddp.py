@@ -90,6 +90,7 @@ def main() -> None:
 
 
 LOW_RANK = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2, "min_compression_rate": 0.5}
+AS_TEXT = {name: str(value) for name, value in LOW_RANK.items()}  # as flags give them
 
 
 def network() -> nn.Module:
@@ -139,7 +140,7 @@ def compressed(rank: int) -> None:
         (DistPlan(comm_hook="fp16"), default_hooks.fp16_compress_hook, None),
         (DistPlan(comm_wrapper="fp16"), default_hooks.fp16_compress_hook, None),
         (DistPlan(comm_hook="power_sgd", comm_options=LOW_RANK), powerSGD_hook.powerSGD_hook, low_rank()),
-        (DistPlan(comm_hook="power_sgd", comm_wrapper="fp16", comm_options=LOW_RANK), wrapped, low_rank()),
+        (DistPlan(comm_hook="power_sgd", comm_wrapper="fp16", comm_options=AS_TEXT), wrapped, low_rank()),
     ]
     for plan, hook, state in cases:
         found, wanted = ours(rank, plan), by_hand(rank, hook, state)
@@ -164,6 +165,10 @@ def memory_is_forgotten_after_discarded_work(rank: int) -> None:
 
 def refused_options() -> None:
     for plan, words in (
+        (
+            DistPlan(comm_hook="power_sgd", comm_options={"random_seed": "x"}),
+            r"random_seed='x': must be a whole",
+        ),
         (DistPlan(comm_options={"matrix_approximation_rank": 2}), "comm_hook is no"),
         (DistPlan(comm_hook="power_sgd", comm_options={"rank": 2}), r"comm_state_option\.rank=2"),
         (DistPlan(comm_hook="power_sgd", comm_options={"start_powerSGD_iter": 1}), "start_powerSGD_iter"),

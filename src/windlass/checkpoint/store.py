@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from windlass.checkpoint.manifest import (
     CheckpointInfo,
     check_content,
     check_sizes,
+    is_manifest_name,
     read_manifest,
 )
 from windlass.checkpoint.nodes import Disks
@@ -395,8 +397,23 @@ class Store:
         with contextlib.suppress(OSError):
             for path in sorted(self.root.iterdir()):
                 superseded = path.name.startswith("replaced-") and self._is_superseded(path)
+                if superseded:
+                    self._keep_other_files(path)
                 if superseded or self._leftover.fullmatch(path.name):
                     self.remove(path)
+
+    def _keep_other_files(self, replaced: Path) -> None:
+        """Move what a script put beside the files of a checkpoint to the one that replaced it."""
+        successor = replaced.with_name(replaced.name.removeprefix("replaced-"))
+        with contextlib.suppress(CheckpointError):
+            own = read_manifest(replaced, self.files).files
+            for path in sorted(replaced.rglob("*")):
+                name = path.relative_to(replaced).as_posix()
+                is_folder = path.is_dir() and not path.is_symlink()
+                if is_folder or name in own or is_manifest_name(name) or os.path.lexists(successor / name):
+                    continue
+                self.files.ensure_folder((successor / name).parent)
+                self.files.rename(path, successor / name)
 
     def remove(self, path: Path) -> None:
         """Remove a folder such that no instant shows it half removed under its own name."""

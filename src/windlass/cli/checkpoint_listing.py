@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from math import inf, isnan
 from pathlib import Path
@@ -52,7 +52,14 @@ def _rows(found: list[Found]) -> list[dict[str, Any]]:
     # Also for a single one: whether it is the newest or the best is a matter of all.
     of_run = survey(found[0].path.resolve().parent)
     whole = [one.info for one in of_run if one.info is not None and one.problem is None]
-    notes = notes_of(whole)
+    notes, damaged = RunNotes(), dict[str, str]()
+    while whole:
+        try:
+            notes = notes_of(whole)
+            break
+        except CheckpointError as error:  # of the newest, in its content: sizes do not show it
+            damaged[whole.pop().path.name] = str(error)
+    found = [replace(one, problem=one.problem or damaged.get(one.path.name)) for one in found]
     return [_row(one, whole, notes) for one in found]
 
 

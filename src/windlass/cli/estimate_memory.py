@@ -68,6 +68,7 @@ def estimate_memory_command(words: list[str]) -> int:
                 f"{options.model} names no class in `architectures`, so {type(model).__name__} is made of it, which "
                 'has no loss: add the class that is trained, such as "architectures": ["LlamaForCausalLM"]'
             )
+        _check_length(model, options.length)
         return _answer_training(options, facts)
     dtypes = options.dtypes or list(DTYPES)
     sizes = estimate(model, dtypes)
@@ -78,6 +79,17 @@ def estimate_memory_command(words: list[str]) -> int:
         *([_WHY_MORE] if {"float16", "bfloat16"} & set(dtypes) else []),
     ]
     return answer(options, {**facts, "bytes": {row.dtype: row._asdict() for row in sizes}}, lines)
+
+
+def _check_length(model: Any, length: int) -> None:
+    from windlass.transforms.model_limits import ModelLimits
+
+    limits = ModelLimits.of(model)
+    if limits.positions_learned and length > (limits.positions or length):
+        fix = (
+            f"the model has {limits.positions} positions (max_position_embeddings), and no row may be longer"
+        )
+        raise ConfigError(Problem("--length", length, fix))
 
 
 def _answer_training(options: argparse.Namespace, facts: dict[str, Any]) -> int:

@@ -25,9 +25,9 @@ def start_command(arguments: Sequence[str]) -> str:
     return shlex.join([*_launcher(), *arguments])
 
 
-def _resuming(arguments: Sequence[str]) -> list[str]:
-    """Return the words of `windlass train`, with `--resume` in place of what they have of it. A search continues by
-    itself, and takes no such flag.
+def _resuming(arguments: Sequence[str], *checkpoint: str) -> list[str]:
+    """Return the words of `windlass train`, with `--resume` and the checkpoint, if it is given, in place of what they
+    have of it. A search continues by itself, and takes no such flag.
     """
     if _searches(arguments):
         return list(arguments)
@@ -41,7 +41,7 @@ def _resuming(arguments: Sequence[str]) -> list[str]:
             skip = not following.startswith("-") and names_checkpoint(following)
         elif not word.startswith("--resume=") and word != "--dry-run":
             kept.append(word)
-    return [*kept, "--resume"]
+    return [*kept, "--resume", *checkpoint]
 
 
 def _searches(arguments: Sequence[str]) -> bool:
@@ -68,7 +68,7 @@ def _launcher() -> list[str]:
 
 
 def resume_recorded(
-    process: Mapping[str, Any], resumes: bool, moved_to: Path | None = None
+    process: Mapping[str, Any], resumes: bool, moved_to: Path | None = None, *, starts: bool = False
 ) -> tuple[str | None, str]:
     """Return the command line that resumes a recorded run, and what it needs besides; None if it is not recorded.
 
@@ -76,6 +76,7 @@ def resume_recorded(
         process: `process` of `run.json`.
         resumes: the same command resumes it, whatever is recorded.
         moved_to: the run's folder, if that is not where the command would look for it.
+        starts: there is no checkpoint to resume from.
     """
     words, launcher = process.get("arguments"), process.get("launcher") or []
     if not _are_words(words) or not words or not _are_words(launcher):
@@ -94,9 +95,10 @@ def resume_recorded(
             start = ["windlass"] if is_command else ["python", script]
     has_folder = is_command and not _searches(rest)  # a search names that of all its trials
     if is_command:
-        rest = _resuming(_of_folder(rest, moved_to) if moved_to is not None and has_folder else rest)
+        rest = _of_folder(rest, moved_to) if moved_to is not None and has_folder else rest
+        rest = _resuming(rest, "auto") if starts else _resuming(rest)
     command = [*start, *rest]
-    needed = "nothing" if is_command or resumes else process.get("needs")
+    needed = "nothing" if is_command or resumes or starts else process.get("needs")
     if needed == "flag":
         command = with_flag(command)
     needs = []

@@ -45,8 +45,8 @@ def status_of_run(view: RunView) -> dict[str, Any]:
     newest = view.newest_whole
     last = view.rows[-1] if view.rows else None
     seconds = _seconds_per_update(view)
-    resumes = newest is None or view.arguments.get("resume_from_checkpoint") in (True, "auto")
-    command, needs = resume_recorded(view.process, resumes, _moved_to(view))
+    resumes = view.arguments.get("resume_from_checkpoint") in (True, "auto")
+    command, needs = resume_recorded(view.process, resumes, _moved_to(view), starts=newest is None)
     return {
         "schema": SCHEMA,
         "name": view.name,

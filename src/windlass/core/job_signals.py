@@ -58,7 +58,7 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-_taken: set[int] = set()
+_taken: list[int] = []  # a signal once for each run that handles it: one may run within another
 _running: Any = None
 
 
@@ -84,12 +84,12 @@ def handling(number: int, handle: Callable[[int], None]) -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     signal.signal(number, answer)
-    _taken.add(number)
+    _taken.append(number)
     _share_with_workers()
     try:
         yield
     finally:
-        _taken.discard(number)
+        _taken.remove(number)
         _share_with_workers()
         signal.signal(number, before)
 
@@ -166,7 +166,7 @@ class WorkerStart:
             _running = RawValue("b", 0)
         _share_with_workers()
         from_main = threading.current_thread() is threading.main_thread()
-        return cls(own, tuple(sorted(_taken)), _running, from_main)
+        return cls(own, tuple(sorted(set(_taken))), _running, from_main)
 
     def __call__(self, worker: int) -> None:
         parent = multiprocessing.parent_process()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from windlass.core.errors import ConfigError, ModelError, Problem, WindlassError, first_line
-from windlass.core.redact import redact_text
+from windlass.core.redact import without_credentials
 
 STAGING = "WINDLASS_STAGING"
 # A scheme has two letters at least: `C:\\runs` is a path.
@@ -121,7 +121,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     if not is_url(text):
         return at_home(text)
     # Credentials stay out of the name, and a run finds its folder again after they were renewed.
-    url = redact_text(text).rstrip("/")
+    url = without_credentials(text).rstrip("/")
     root = os.environ.get(STAGING) or cache_folder(os.environ) / "windlass" / "staging"
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", parent_of(url)[1])[:40]
     return at_home(root) / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"

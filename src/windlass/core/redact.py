@@ -86,10 +86,7 @@ def is_secret_name(name: str) -> bool:
 
 def redact_text(text: str) -> str:
     """`text` without secrets; what holds none comes back as it is. The time is proportional to its length."""
-    if "://" in text:
-        text = _without(text, _user_info(text))
-    if "=" in text:
-        text = _QUERY.sub(rf"\1{HIDDEN}", text)
+    text = without_credentials(text)
     if "PRIVATE KEY-----" in text:
         text = _without(text, _private_keys(text))
     if "eyJ" in text:
@@ -98,6 +95,13 @@ def redact_text(text: str) -> str:
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
     lower = text.lower()
     return _redact_assigned(text) if any(word in lower for word in _WORDS_IN_NAMES) else text
+
+
+def without_credentials(text: str) -> str:
+    """`text` without what opens the places that its URLs name. Their paths stay, whatever they look like."""
+    if "://" in text:
+        text = _without(text, _user_info(text))
+    return _QUERY.sub(rf"\1{HIDDEN}", text) if "=" in text else text
 
 
 def _without(text: str, spans: Iterable[tuple[int, int]]) -> str:

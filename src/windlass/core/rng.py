@@ -109,6 +109,8 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     set_seed(seed)
     # cuBLAS reads this when its handle is made; set here because the guides' scripts expect this call to do it all.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    # transformers reads this one at each call of flash-attn, whose kernels PyTorch's setting below does not reach.
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

@@ -166,7 +166,8 @@ def split_outputs(outputs: Any, *, has_loss: bool, ignore_keys: Sequence[str] = 
         outputs = {name: value for name, value in vars(outputs).items() if not name.startswith("_")}
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss") if has_loss else None
-        left_out = {*ignore_keys, "loss"} if has_loss else set(ignore_keys)
+        names = {ignore_keys} if isinstance(ignore_keys, str) else set(ignore_keys)
+        left_out = {*names, "loss"} if has_loss else names
         parts = [value for key, value in outputs.items() if key not in left_out]
     elif isinstance(outputs, tuple | list):
         loss = outputs[0] if has_loss and outputs else None

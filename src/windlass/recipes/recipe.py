@@ -288,6 +288,9 @@ def checked_section(
 
 
 def _unknown(key: str, path: Keys, known: Iterable[str]) -> str:
+    if "." in key:
+        first, _, rest = key.partition(".")
+        return f"a key of a file names one level; write it as {first}: {{{rest}: ...}}"
     if close := nearest(key, known):
         return f"no such key; did you mean {'.'.join((*path, close))}?"
     if elsewhere := find_key(key):

@@ -106,7 +106,11 @@ class RecipeDraft:
 
     def _set(self, keys: Keys, value: Any) -> None:
         node = self.values
-        for key in keys[:-1]:
+        for depth, key in enumerate(keys[:-1]):
+            # As the file may spell it: `mesh.pp_schedule:` in one word.
+            if (word := ".".join(keys[depth:])) in node:
+                node[word] = value
+                return
             inner = node.setdefault(key, {})
             if inner is None:
                 inner = node[key] = {}

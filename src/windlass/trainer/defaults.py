@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,9 @@ def check_given(
     `makers` are the `MAKERS` that the script overrides.
     """
     problems, given = _remote_problems(str(args.output_dir)), optimizers[0] is not None
+    if cls_and_kwargs is not None and not _is_class_with_options(cls_and_kwargs):
+        fix = "give a pair, of an optimizer's class and its options: (torch.optim.SGD, {'lr': 0.1})"
+        raise ConfigError(Problem("optimizer_cls_and_kwargs", cls_and_kwargs, fix))
     problems += _engine_problems(zero, optimizers, cls_and_kwargs, makers)
     if given and cls_and_kwargs is not None:
         problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
@@ -103,6 +106,10 @@ def check_given(
         fix = "model_init makes a new model at each train(), unknown to this optimizer; override create_optimizer"
         problems.append(Problem("optimizers", "given", fix))
     refuse(problems)
+
+
+def _is_class_with_options(given: Any) -> bool:
+    return isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping)
 
 
 def _engine_problems(
@@ -184,6 +191,15 @@ def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
         fix = f"it is the earlier name of `{name}`, which is given too: leave one out"
         raise ConfigError(Problem(old_name, "given", fix))
     return old_value if value is None else value
+
+
+def listed_callbacks(callbacks: Any, callback: Any) -> list[Any]:
+    """The callbacks of a script, given under either of two names. Raises ConfigError for one that is in no list."""
+    given = one_of("callbacks", callbacks, "callback", callback)
+    if given is not None and (isinstance(given, type) or not isinstance(given, Iterable)):
+        name = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise ConfigError(Problem("callbacks", name, f"give a list of callbacks: [{name}]"))
+    return list(given or ())
 
 
 _CALLED = {

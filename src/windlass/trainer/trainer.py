@@ -161,7 +161,7 @@ class Trainer:
         makers = replaced(self, *defaults.MAKERS)
         zero = self._plan.dist.zero
         defaults.check_given(self.args, zero, optimizers, optimizer_cls_and_kwargs, model_init, makers)
-        callbacks = defaults.one_of("callbacks", callbacks, "callback", callback) or []
+        callbacks = defaults.listed_callbacks(callbacks, callback)
         callback_handler = handler.CallbackHandler(
             [*defaults.default_callbacks(self.args, self.output_folder), *callbacks],
             self.model,

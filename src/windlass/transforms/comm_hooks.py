@@ -9,8 +9,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from windlass.config.kinds import from_text
 from windlass.config.plan import DistPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.values import type_fault
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_logger
 
 logger = get_logger(__name__)
@@ -25,6 +27,8 @@ _WRAPPERS: dict[str, Any] = {
     "fp16": default_hooks.fp16_compress_wrapper,
     "bf16": default_hooks.bf16_compress_wrapper,
 }
+# Options of PowerSGD whose defaults are whole numbers, and which need not be.
+_FRACTIONS = ("min_compression_rate", "orthogonalization_epsilon")
 
 
 class Compression:
@@ -75,10 +79,15 @@ def _low_rank_state(plan: DistPlan) -> Any:
             raise ConfigError(Problem("comm_state_option", options, fix))
         return None
     # The first one is the process group.
-    known = list(inspect.signature(PowerSGDState).parameters)[1:]
-    if unknown := [name for name in options if name not in known]:
-        fix = f"is not an option of PowerSGD: {', '.join(known)}"
-        raise ConfigError([Problem(f"comm_state_option.{name}", options[name], fix) for name in unknown])
+    known = {
+        name: float if name in _FRACTIONS else type(one.default)
+        for name, one in list(inspect.signature(PowerSGDState).parameters.items())[1:]
+    }
+    # Flags and variables give text.
+    options = {name: from_text(value, (known.get(name, Any),)) for name, value in options.items()}
+    unknown = f"is not an option of PowerSGD: {', '.join(known)}"
+    faults = {n: type_fault(value, (known[n],)) if n in known else unknown for n, value in options.items()}
+    refuse(Problem(f"comm_state_option.{n}", options[n], fault) for n, fault in faults.items() if fault)
     logger.info(
         "PowerSGD's memory of past errors is not part of checkpoints; a resumed run begins without it"
     )
