@@ -1,4 +1,4 @@
-"""Attributes of an object for a while; methods that scripts replace; the configuration of a model."""
+"""Attributes of a module, a class or an object for a while; the configuration of a model."""
 
 from __future__ import annotations
 
@@ -33,20 +33,3 @@ def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, before[name])
             else:
                 delattr(owner, name)
-
-
-def replaced(instance: object, *names: str) -> frozenset[str]:
-    """The methods of these names that a script replaces: in a subclass, on the instance, or by assigning to a class of
-    Windlass. An override in a class of Windlass is none.
-    """
-    return frozenset(name for name in names if name in vars(instance) or _is_foreign(type(instance), name))
-
-
-def _is_foreign(cls: type, name: str) -> bool:
-    value: Any = inspect.getattr_static(cls, name, None)
-    if value is None:
-        return False
-    function: Any = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    # Not `__module__`, which `functools.wraps` copies from the method that a script wraps.
-    where = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-    return not str(where).startswith("windlass.")
