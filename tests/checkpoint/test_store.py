@@ -182,6 +182,7 @@ def test_a_renamed_or_linked_checkpoint_is_not_taken_for_another_step(two: Path)
     assert found == two / "checkpoint-9"
     assert "manifest is of step 10" in skipped[0][1]
     assert "symbolic link" in skipped[1][1]
+    assert store.resume_point(str(two / "checkpoint-50")).path == two / "checkpoint-9", "named by the user"
 
 
 def test_a_copy_elsewhere_under_another_name_is_a_checkpoint(two: Path, tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def test_only_an_earlier_result_is_replaced(run: Run, tmp_path: Path, say: Say) 
     weights = [tmp_path / "hf" / "model.safetensors", tmp_path / "one.safetensors"]
     assert {load_file(path)["model.norm.weight"].dtype for path in weights} == {torch.bfloat16}
     (tmp_path / "hf" / "thesis.txt").write_text("mine")
-    for target in (tmp_path / "hf", run.root, source):
+    for target in (tmp_path / "hf", run.root, source, source / "model.safetensors"):
         code, _, err = say("export", source, target, "--force")
         assert code == 2
         assert "is not replaced" in err

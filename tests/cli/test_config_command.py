@@ -160,6 +160,9 @@ def test_update_keeps_what_means_something(home: Path, capsys: pytest.CaptureFix
         f"removed {name}, which means nothing here" for name in ("num_proceses", "fsdp_config.fsdp_ofload")
     ]
     assert main(["config", "update", "--config_file", str(home / "absent.yaml")]) == 2
+    for words in ([], ["update"], ["update", "--default"]):
+        assert main(["config", *words, "--mixed_precision", "bf16", "--config_file", str(path)]) == 2
+        assert "--mixed_precision='bf16': is for the default file" in capsys.readouterr().err
 
 
 def test_update_leaves_a_file_of_another_kind_as_it_is(

@@ -144,6 +144,8 @@ def test_the_context_limits_the_text(run: Path, capsys: Shown) -> None:
     assert "128 tokens, which fill the model's context" in capsys.readouterr().err
     assert main(["generate", str(run), "", "--raw"]) == 2
     assert "no tokens" in capsys.readouterr().err
+    assert main(["generate", str(run), "a", "--base", "other"]) == 2
+    assert "--base='other'" in capsys.readouterr().err, "the run has no adapter"
 
 
 @pytest.mark.parametrize(

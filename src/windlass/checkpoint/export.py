@@ -23,6 +23,7 @@ from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from windlass.checkpoint.codec import is_of_value
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split
+from windlass.checkpoint.store import is_checkpoint
 from windlass.checkpoint.stored import Folder, StoredTensors, find_weights, open_optimizer, open_weights
 from windlass.checkpoint.tensor_file import Shaped, stream_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME, with_aliases
@@ -100,6 +101,8 @@ def export_file(
         raise CheckpointError(f"{target} is a folder; name a file")
     if target.exists() and not options.force:
         raise CheckpointError(f"{target} is there already; name another, or replace it with --force")
+    if target.exists() and is_checkpoint(target.parent):
+        raise CheckpointError(f"{target} is a file of a checkpoint, so it is not replaced; name another")
     files.ensure_folder(target.parent)
     with files.replacing(target) as new, _converted(source, options) as (tensors, shaped, read):
         metadata = with_aliases({"format": "pt"}, tensors.aliases)

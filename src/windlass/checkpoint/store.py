@@ -228,7 +228,9 @@ class Store:
             CheckpointError: "No valid checkpoint found in output directory (PATH)", or the one of `verify`.
         """
         if which is not True:
-            return self.verify(Path(which))
+            path = Path(which)
+            # A link that the user names, such as `latest`, leads to one; a link among checkpoints is none itself.
+            return self.verify(Path(os.path.realpath(path)) if path.is_symlink() else path)
         info, skipped = self._newest()
         reasons = "".join(f"\n  - {why}" for _, why in skipped)
         if info is None:

@@ -91,7 +91,7 @@ def checkpoints_in(folder: str) -> list[Found]:
     """
     path = local_path(folder)
     if is_one_checkpoint(path):
-        return [look_at(named(path))]
+        return [look_at(path.resolve() if path.is_symlink() else named(path))]
     found = survey(path) or [one for folder in folders_below(path) for one in survey(folder)]
     if not found:
         raise CheckpointError(f"{path} has no checkpoints, nor has a folder below it")

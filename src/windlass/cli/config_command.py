@@ -135,12 +135,16 @@ def config_command(words: list[str]) -> int:
     path = at_home(named or default_file(os.environ))
     if path.is_dir():  # before the questions are answered
         raise ConfigError(Problem("--config_file", named, "is a folder; name a file in it"))
+    asks_nothing = options.action == "default" or options.default
+    if options.mixed_precision is not None and (not asks_nothing or options.action == "update"):
+        fix = "is for the default file: add --default, or leave it out"
+        raise ConfigError(Problem("--mixed_precision", options.mixed_precision, fix))
     if options.action == "update":
         _update(named)
         return 0
     settings = (
-        basic_settings(options.mixed_precision, _devices(), "--mixed_precision")
-        if options.action == "default" or options.default
+        basic_settings(options.mixed_precision or "no", _devices(), "--mixed_precision")
+        if asks_nothing
         else asked(LinePrompter())
     )
     write_file(settings, path)
@@ -164,7 +168,7 @@ def build_parser() -> CommandParser:
     where = "the file to write (default: in the cache folder)"
     add("--config_file", "--config-file", metavar="FILE", help=where)
     add("--default", action="store_true", help="ask nothing")
-    add("--mixed_precision", "--mixed-precision", default="no", help="for the default file")
+    add("--mixed_precision", "--mixed-precision", metavar="WORD", help="for the default file")
     return parser
 
 

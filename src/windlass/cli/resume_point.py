@@ -67,7 +67,7 @@ def _find(which: str | bool | Path, folder: Path) -> ResumePoint | None:
     if foreign is not None:
         return ResumePoint(foreign, open_foreign(foreign).step)
     if isinstance(which, Path):
-        info = store.verify(which)
+        info = store.resume_point(which)
         return ResumePoint(info.path, info.step)
     newest, skipped = store.newest_verified()
     if newest is None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.cli.command_line import DTYPES
 from windlass.config.sections.setting import SEED, Range, at_least
-from windlass.core.errors import DataError, Problem, refuse
+from windlass.core.errors import ConfigError, DataError, Problem, refuse
 from windlass.core.optional import require
 from windlass.core.output import STDOUT, escaped, say
 from windlass.finetuning.text_generation import generate
@@ -37,6 +39,8 @@ class Writer:
         # Before the model is looked for: the import takes seconds, in which a run may remove its newest checkpoint.
         hide_loading_bars()
         name = find_model(options.model)
+        if options.base is not None and not (Path(name) / ADAPTER_CONFIG).is_file():
+            raise ConfigError(Problem("--base", options.base, f"{name} is not a folder with an adapter"))
         if name != options.model:
             say(f"{name}:", error=True)
         dtype = "auto" if options.dtype is None else getattr(torch, DTYPES[options.dtype])
