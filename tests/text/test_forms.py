@@ -34,3 +34,25 @@ def test_a_system_message_without_a_template_is_refused() -> None:
     ):
         standardised(row, Form.ALPACA, "text", False)
     assert standardised({**row, "system": None}, Form.ALPACA, "text", False)["completion"] == "So."
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        ({"history": [["Who?", "I."]]}, "column 'history' has earlier turns"),
+        ({"system": ["Be brief."]}, "column 'system' must hold text, not list"),
+    ],
+)
+def test_turns_that_would_be_left_out_are_refused(column: Any, said: str) -> None:
+    row = {"instruction": "Why?", "output": "So.", "history": [], "system": None}
+    assert standardised(row, Form.ALPACA, "text", True)["prompt"] == [USER]
+    with pytest.raises(DataError, match=said):
+        standardised({**row, **column}, Form.ALPACA, "text", True)
+
+
+def test_a_message_that_its_weight_leaves_out_is_refused() -> None:
+    answer = {"role": "assistant", "content": "So.", "weight": 0}
+    with pytest.raises(DataError, match=r"messages\[1\] has the weight 0"):
+        standardised({"messages": [USER, answer]}, Form.MESSAGES, "text", True)
+    kept = [{**USER, "weight": None}, {**answer, "weight": 1}]
+    assert standardised({"messages": kept}, Form.MESSAGES, "text", True) == {"messages": kept}

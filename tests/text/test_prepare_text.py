@@ -61,6 +61,11 @@ def test_rows_without_a_target_are_dropped_and_counted(caplog: pytest.LogCapture
         prepare_text(rows[:1], tokenizer, TextOptions(max_length=8))
 
 
+def test_a_system_message_that_no_form_reads_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    prepare_text([{**said("Is it?"), "system": "Be brief."}], byte_tokenizer(CHATML), TextOptions())
+    assert "the column 'system' is not read beside messages" in caplog.text
+
+
 def test_ends_of_rows_may_be_kept() -> None:
     tokenizer = byte_tokenizer()
     rows = [{"prompt": "abcd", "completion": "xy"}]

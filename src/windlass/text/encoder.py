@@ -42,6 +42,16 @@ class EncodedRows:
     places: list[int] = field(default_factory=list)
 
 
+def name_unread(example: Row) -> None:
+    """Warn of a column `system`, which is read of conversations in the form of ShareGPT and of instructions alone."""
+    if "system" in example:
+        warn_once(
+            _logger,
+            "the column 'system' is not read beside messages or a prompt: put its text before them, as a message with "
+            "the role system, or remove the column",
+        )
+
+
 class RowEncoder:
     """`encoder(rows, first)` -> `EncodedRows`. A pure function of the rows, in any process.
 
@@ -64,6 +74,8 @@ class RowEncoder:
         # the function has been applied, and one of a script cannot be sent to another process
         self._options = replace(options, formatting_func=None)
         first = self._standard(example, 0)
+        if form in (Form.MESSAGES, Form.PROMPT_COMPLETION):
+            name_unread(example)
         self._kind = "tokens" if form is Form.TOKENIZED else "pair" if "prompt" in first else "one"
         self._chats = is_conversational_row(first)
         self._completion_only = self._wants_completion(first)

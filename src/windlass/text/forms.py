@@ -49,10 +49,9 @@ EXTRAS = ("tools", "chat_template_kwargs")
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask")
 _OF_PREFERENCES = ("chosen", "rejected", "margin", "label")
 _OF_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps")
+_OF_TURNS = ("input", "system", "history")
 # All columns that some form reads, but for that of plain text.
-COLUMNS = frozenset(
-    chain(*_COLUMNS.values(), EXTRAS, _OF_TOKENS, _OF_PREFERENCES, _OF_REFERENCES, ("input", "system"))
-)
+COLUMNS = frozenset(chain(*_COLUMNS.values(), EXTRAS, _OF_TOKENS, _OF_PREFERENCES, _OF_REFERENCES, _OF_TURNS))
 # Arguments of `apply_chat_template` that the preparation itself sets.
 _SET_HERE = frozenset((
     "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors", "tools", "padding",
@@ -142,10 +141,9 @@ def _sharegpt(row: Row, _: str, __: bool, kinds: Collection[str]) -> dict[str, A
 
 def _system(row: Row) -> list[dict[str, Any]]:
     """The system message in the column of that name, if it has one."""
-    text = row.get("system")
-    if not isinstance(text, str) or not text:
+    if row.get("system") in (None, ""):
         return []
-    return [{"role": "system", "content": _unicode(text, "column 'system'")}]
+    return [{"role": "system", "content": _string(row, "system")}]
 
 
 def _from_value(message: Any) -> Any:
@@ -170,6 +168,11 @@ def _alpaca(row: Row, _: str, has_template: bool, __: object) -> dict[str, Any]:
     instruction, output = _string(row, "instruction"), _string(row, "output")
     context = _string(row, "input") if row.get("input") is not None else ""
     system = _system(row)
+    if row.get("history"):
+        raise DataError(
+            "column 'history' has earlier turns, which an instruction has no place for: make a column messages of them "
+            "and of the instruction, or remove the column"
+        )
     if has_template:
         content = f"{instruction}\n\n{context}" if context else instruction
         return {
@@ -270,6 +273,11 @@ def checked_messages(messages: Any, name: str, kinds: Collection[str] = ("text",
             known = ", ".join(sorted(ROLES))
             raise DataError(f"{name}[{at}] has the unknown role {message['role']!r}; known roles: {known}")
         _check_content(message, f"{name}[{at}]", kinds)
+        if message.get("weight") == 0:
+            raise DataError(
+                f"{name}[{at}] has the weight 0, and no message is left out of the loss by a weight: give rows of "
+                "prompt and completion, of which completion_only_loss trains the completion alone, or remove the weight"
+            )
     return messages
 
 

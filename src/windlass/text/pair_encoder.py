@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from windlass.core.logs import get_logger
 from windlass.core.types import IGNORED
 from windlass.data.order import Measured
-from windlass.text.encoder import EncodedRows, RowEncoder, common_length
+from windlass.text.encoder import EncodedRows, RowEncoder, common_length, name_unread
 from windlass.text.forms import EXTRAS, Form, Row, RowError
 from windlass.text.summary import TextSummary
 from windlass.text.text_options import TextOptions
@@ -146,6 +146,7 @@ class PairEncoder(RowEncoder):
 
     def __init__(self, tokenizer: Any, options: PairOptions, example: Row) -> None:
         self._columns, self._whole = options.answers, options.whole
+        name_unread(example)
         first = self._pieces(example, 0)[0]
         super().__init__(tokenizer, options, Form.PROMPT_COMPLETION, first)
 
