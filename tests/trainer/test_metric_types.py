@@ -76,6 +76,8 @@ def test_metrics_of_every_type_go_through_a_whole_run(tmp_path: Path) -> None:
     assert next(row for row in history if "mine" in row)["odd"] == "1j"
     written = read_metrics(tmp_path / "metrics.jsonl")
     assert "loss" in (tmp_path / "report.html").read_text().lower()
+    kept = TrainerState.load_from_json(tmp_path / "checkpoint-2").log_history
+    assert next(row for row in kept if "eval_inf" in row)["eval_inf"] == math.inf
     whole.save_state()
     saved = TrainerState.load_from_json(str(tmp_path / "trainer_state.json")).log_history
     assert next(row for row in saved if "by_hand" in row) == {"by_hand": [1, 2], "at": "/x", "step": 0}

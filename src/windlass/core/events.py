@@ -134,7 +134,7 @@ class TrainerState:
         path = Path(json_path)
         if path.is_dir():
             path /= "trainer_state.json"
-        values = parse_json(path.read_bytes())
+        values = parse_json(path.read_bytes(), object_hook=_own_value)
         index = path.with_name("log_history.json")
         if index.exists():
             values["log_history"] = _whole_history(index, values["log_history"])
@@ -158,10 +158,23 @@ def _whole_history(index: Path, newest: list[dict[str, Any]]) -> list[dict[str, 
     """The rows that `log_history.json` of a checkpoint lists, and the newest ones."""
     listed = parse_json(index.read_bytes())
     texts = [(index.parent / segment["file"]).read_bytes() for segment in listed["segments"]]
-    rows = [parse_json(line) for text in texts for line in text.splitlines()] + newest
+    lines = [line for text in texts for line in text.splitlines()]
+    rows = [parse_json(line, object_hook=_own_value) for line in lines] + newest
     if len(rows) != listed["rows"]:
         raise ValueError(f"{index} lists {listed['rows']} rows, and {len(rows)} are there")
     return rows
+
+
+def _own_value(found: dict[str, Any]) -> Any:
+    """What a checkpoint writes for a value that JSON lacks, as `checkpoint.codec` says; any other map as it is."""
+    match found:
+        case {"$float": str(text)}:
+            return float(text)
+        case {"$tuple": list(items)}:
+            return tuple(items)
+        case {"$map": list(pairs)}:
+            return dict(pairs)
+    return found
 
 
 @dataclass
