@@ -126,7 +126,7 @@ def windlass(room: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def rows(folder: Path) -> list[dict[str, object]]:
+def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -168,6 +168,16 @@ def test_resuming_a_finished_run_trains_nothing(room: Path, windlass: Run) -> No
     out = windlass("train", "lm.yaml", "training.eval_strategy=no", "--resume")
     assert "the run was complete at step 6" in out
     assert not (room / "runs" / "lm" / "checkpoint-7").exists()
+    assert not (room / "runs" / "lm" / "model.safetensors").exists()
+    # Another run of the same length: the checkpoint of the first one is not its model.
+    out = windlass("train", "lm.yaml", "training.eval_strategy=no", "training.save_strategy=no")
+    assert (room / "runs" / "lm" / "model.safetensors").exists()
+    assert re.search(r"^model +runs/lm$", out, re.MULTILINE)
+    (seconds,) = [
+        row["timing"]["train_runtime"] for row in rows(room / "runs" / "lm") if row["event"] == "summary"
+    ]
+    # It was evaluated after that time.
+    assert f"{6 * 4 * 16 / seconds:,.0f} tokens/s, 6 steps" in out
 
 
 def test_a_classifier_learns_and_keeps_its_best(room: Path, windlass: Run) -> None:

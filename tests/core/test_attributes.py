@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from windlass import EarlyStoppingCallback, TrainerCallback
-from windlass.core.attributes import attributes_of, replaced
+from windlass.core.attributes import attributes_of
 
 
 class Base:
@@ -64,14 +61,3 @@ def test_what_the_owner_has_itself_it_has_again() -> None:
     with attributes_of(owner, word="first"), attributes_of(owner, word="second"):
         assert owner.word == "second"
     assert owner.word == "own"
-
-
-def test_a_script_s_methods_are_told_from_those_of_windlass() -> None:
-    class Mine(TrainerCallback):
-        def on_log(self, *args: Any, **kwargs: Any) -> None: ...
-
-    mine = Mine()
-    assert replaced(mine, "on_log", "on_save", "unheard_of") == {"on_log"}
-    mine.on_save = mine.on_log  # type: ignore[method-assign]
-    assert replaced(mine, "on_log", "on_save") == {"on_log", "on_save"}
-    assert replaced(EarlyStoppingCallback(), "on_evaluate") == set()

@@ -111,6 +111,7 @@ def test_predictions_that_cannot_be_written_are_an_error_of_all_ranks(
     (tmp_path / "run" / "predictions.txt" / "in-the-way").mkdir(parents=True)
     assert main(["train", "recipe.yaml"]) == 2
     assert "predictions.txt" in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "run" / "model.safetensors").is_file(), "what was trained is not lost"
 
 
 def test_whole_references_count_and_test_data_without_a_metric(

@@ -341,6 +341,33 @@ def test_neither_is_one_on_the_arguments_or_the_accelerator(tmp_path: Path, owne
         trainer.train()
 
 
+@pytest.mark.parametrize("name", ["_get_train_sampler", "_prepare_input", "floating_point_ops", "_save"])
+def test_a_method_that_a_script_assigns_to_the_class_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As scripts patch a library that another script will use; a wrapper may have the names of what it wraps."""
+    before, calls = getattr(Trainer, name), []
+
+    @functools.wraps(before)
+    def patched(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return before(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, name, patched)
+    Trainer(Net(), arguments(tmp_path, save_strategy="steps", save_steps=4), train_dataset=rows(16)).train()
+    assert calls
+
+
+def test_and_one_that_would_never_be_called_is_refused_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "_get_num_items_in_batch", lambda self, *args: 1)
+    monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda self, *args: None, raising=False)
+    with pytest.raises(ConfigError, match="_clip_grad_norm='overridden'") as caught:
+        Trainer(Net(), arguments(tmp_path), train_dataset=rows(8)).train()
+    assert "_get_num_items_in_batch" in str(caught.value)
+
+
 def test_a_copied_way_to_save_is_refused_before_the_run(tmp_path: Path) -> None:
     """As older scripts copied it from transformers: its first save would fail, maybe hours later."""
 

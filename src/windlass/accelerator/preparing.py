@@ -31,7 +31,6 @@ from windlass.accelerator.zero_engines import ZeroEngines
 from windlass.checkpoint.optimizer_state import sparse_momentum
 from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
-from windlass.core.attributes import replaced
 from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.core.module_state import bare
@@ -55,11 +54,13 @@ from windlass.zero.library import is_divided
 _log = get_logger(__name__)
 
 
-def check_overrides(accelerator: object) -> None:
-    """Raise ConfigError for methods that a script overrides and `prepare` would not call."""
+def check_overrides(accelerator: object, owner: type) -> None:
+    """Raise ConfigError for methods of `owner` that a script overrides and `prepare` would not call."""
     parts = ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader", "_prepare_one")
     fix = "`prepare` builds what belongs together at once and would never call it; override `prepare`"
-    refuse(Problem(name, "overridden", fix) for name in sorted(replaced(accelerator, *parts)))
+    kind, assigned = type(accelerator), vars(accelerator)
+    own = [n for n in parts if n in assigned or getattr(kind, n, None) is not getattr(owner, n, None)]
+    refuse(Problem(name, "overridden", fix) for name in own)
 
 
 class Preparer:

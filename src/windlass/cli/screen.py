@@ -38,6 +38,7 @@ class RunOutcome:
     output: TrainOutput  # of `train()`
     first_step: int  # the step at which this process began
     evaluation: dict[str, float]  # metrics of the final weights; empty without evaluation
+    is_saved: bool  # the last weights are in the checkpoint of the last step, and else in the folder itself
     # `before`, `after`: texts generated before and after training
     before: str | None
     after: str | None
@@ -130,8 +131,12 @@ def _speed(outcome: RunOutcome) -> str:
     steps = state.global_step - outcome.first_step
     if steps <= 0:
         return f"nothing to train: the run was complete at step {state.global_step}"
+    # Those after the summary of the training are not part of its time.
+    ends = [number for number, row in enumerate(state.log_history) if "train_runtime" in row]
     evaluating = sum(
-        row.get("eval_runtime", 0.0) for row in state.log_history if row["step"] > outcome.first_step
+        row.get("eval_runtime", 0.0)
+        for row in state.log_history[: max(ends, default=0)]
+        if row["step"] > outcome.first_step
     )
     runtime = float(outcome.output.metrics["train_runtime"])
     # Without evaluations: the speed of training is what can be compared with other runs.
@@ -155,7 +160,7 @@ def _files(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     if args.load_best_model_at_end and state.best_model_checkpoint:
         yield "model", f"{shown_path(state.best_model_checkpoint)} (the best by {args.metric_for_best_model})"
     else:
-        yield "model", shown_path(checkpoint if checkpoint.is_dir() else folder)
+        yield "model", shown_path(checkpoint if outcome.is_saved else folder)
     for name, file in FILES:
         if (folder / file).is_file():
             yield name, shown_path(folder / file)

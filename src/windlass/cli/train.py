@@ -73,6 +73,7 @@ class RunEnds(TrainerCallback):
     """Attributes:
     first_step: the step at which this process began: 0, or that of the checkpoint that it resumed from.
     interrupted: the user ended the run before its last step (Ctrl-C).
+    last_save: the step of the last checkpoint that this process saved; 0 for none.
 
     Args:
         early: ends the run early if the recipe asks for it.
@@ -80,6 +81,7 @@ class RunEnds(TrainerCallback):
 
     first_step = 0
     interrupted = False
+    last_save = 0
 
     def __init__(self, early: EarlyStoppingCallback | None) -> None:
         self._early = early
@@ -88,6 +90,14 @@ class RunEnds(TrainerCallback):
         self.first_step = state.global_step
         if state.global_step > state.max_steps:
             raise past_the_end(args, state.max_steps, state.global_step)
+
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        self.last_save = state.global_step
+
+    def saved(self, args: TrainingArguments, step: int) -> bool:
+        """Return True if the output folder has the checkpoint of this step, of this run and not of an earlier one."""
+        is_there = (run_folder(args) / f"checkpoint-{step}").is_dir()
+        return is_there and step in (self.first_step, self.last_save)
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         stopped = control.should_training_stop and state.global_step < state.max_steps
@@ -153,12 +163,13 @@ def _train(
     if ends.interrupted:
         return _interrupted(args, arguments)
     with Activity("evaluating the trained model"):
+        # Before the evaluation, which may fail. One answer for all ranks, which save together: a shared folder may show
+        # a new name to some of them later.
+        is_saved = any(gather_object([ends.saved(args, trainer.state.global_step)]))
+        if not is_saved:
+            trainer.save_model(args.output_dir)
         evaluation = _final_evaluation(trainer, parts.evaluation is not None)
         evaluation |= _measure_test(trainer, parts, args)
-        # One answer for all ranks, which save together: a shared folder may show a new name to some of them later.
-        is_saved = (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir()
-        if not any(gather_object([is_saved])):
-            trainer.save_model(args.output_dir)
         after = continue_prompt(parts, trainer)
     outcome = RunOutcome(
         parts=parts,
@@ -166,6 +177,7 @@ def _train(
         output=output,
         first_step=ends.first_step,
         evaluation=evaluation,
+        is_saved=is_saved,
         before=before,
         after=after,
         command=None if args.save_strategy == "no" else resume_command(arguments),

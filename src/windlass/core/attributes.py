@@ -1,4 +1,4 @@
-"""Attributes of an object for a while; methods that scripts replace; the configuration of a model."""
+"""Attributes of a module, a class or an object for a while; the configuration of a model."""
 
 from __future__ import annotations
 
@@ -33,14 +33,3 @@ def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, before[name])
             else:
                 delattr(owner, name)
-
-
-def replaced(instance: object, *names: str) -> frozenset[str]:
-    """The methods of these names that a script replaces, not a class of Windlass."""
-    classes = type(instance).__mro__
-    owners = {name: next((cls for cls in classes if name in vars(cls)), object) for name in names}
-    return frozenset(
-        name
-        for name, owner in owners.items()
-        if name in vars(instance) or (owner is not object and not owner.__module__.startswith("windlass."))
-    )

@@ -231,6 +231,11 @@ class FactorSchedule(LRScheduler):
 
     get_lr = get_last_lr
 
+    @property
+    def _last_lr(self) -> list[float | torch.Tensor]:  # type: ignore[override]
+        """The same, under the name that scripts read of torch's schedulers."""
+        return self.get_last_lr()
+
     def _adopt_groups(self) -> None:
         """The factor multiplies the present learning rate of new groups."""
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:

@@ -96,6 +96,8 @@ def _path_problem(source: str, recipe: Recipe) -> str | None:
     path = Path(source)
     try:
         path.stat()
+    except UnicodeEncodeError:
+        return "cannot be named in the encoding of this locale: set PYTHONUTF8=1"
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return f"no such file or folder{_neighbour(path)}; a dataset of the hub needs data.format=hub"
     except OSError as error:

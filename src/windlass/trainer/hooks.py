@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import EvaluationPlan
-from windlass.core.attributes import attributes_of, replaced
+from windlass.core.attributes import attributes_of
 from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.run_clock import Moment
 from windlass.engine.evaluate import Evaluation
@@ -24,7 +24,7 @@ from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
 from windlass.trainer.script_loss import exchanges, names_in_code
-from windlass.trainer.uncalled import NEVER_CALLED, uncalled_of
+from windlass.trainer.uncalled import NEVER_CALLED, OF_ACCELERATOR, OF_ARGUMENTS
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.strategy import Strategy
 
@@ -45,12 +45,42 @@ WATCHED = (
 
 
 def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
-    """The methods of these names that the instance's class, or the instance itself, replaces."""
-    return frozenset(
-        name
-        for name in names
-        if name in vars(instance) or getattr(type(instance), name, None) is not getattr(owner, name, None)
-    )
+    """The methods of these names that are not those of `owner`: replaced in a subclass, on the instance, or by a script
+    that assigns to the class.
+    """
+    kind = type(instance)
+    inherited = {name for name in names if getattr(kind, name, None) is getattr(owner, name, None)}
+    return (frozenset(names) - inherited) | replaced(instance, *names)
+
+
+def replaced(instance: object, *names: str) -> frozenset[str]:
+    """The methods of these names that a script replaces: in a subclass, on the instance, or by assigning to a class of
+    Windlass. An override in a class of Windlass is none.
+    """
+    return frozenset(name for name in names if name in vars(instance) or _is_foreign(type(instance), name))
+
+
+def _is_foreign(cls: type, name: str) -> bool:
+    value: Any = inspect.getattr_static(cls, name, None)
+    if value is None:
+        return False
+    function: Any = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    # Not `__module__`, which `functools.wraps` copies from the method that a script wraps.
+    where = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return not str(where).startswith("windlass.")
+
+
+def uncalled_of(trainer: Trainer) -> dict[str, str]:
+    """The methods that a script overrides and no run would call, each with what to do instead."""
+    return {
+        f"{prefix}{name}": known[name]
+        for prefix, owner, known in (
+            ("", trainer, NEVER_CALLED),
+            ("args.", trainer.args, OF_ARGUMENTS),
+            ("accelerator.", trainer.accelerator, OF_ACCELERATOR),
+        )
+        for name in sorted(replaced(owner, *known))
+    }
 
 
 def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
@@ -194,7 +224,7 @@ class TrainHooks:
         self.model, self.loss = trainer.model, loss_hooks(trainer, owner)
         self.training_step: TrainingStep = trainer.run_micro_step
         self.overridden = replaced(trainer, *WATCHED)
-        self.uncalled = uncalled_of(trainer, trainer.args, trainer.accelerator)
+        self.uncalled = uncalled_of(trainer)
         self.absent = absent_in_save(trainer, owner)
         own_flops = overrides(trainer, owner, "floating_point_ops")
         self.flops: Callable[[Any], float] | None = trainer.floating_point_ops if own_flops else None

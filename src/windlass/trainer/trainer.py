@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.attributes import replaced
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_trainer_verbosity
@@ -158,7 +157,7 @@ class Trainer:
         self._run: Run | None = None
         self._folder: RunFolder | None = None
         self._take_model(defaults.first_model(model, None if model_init is None else self.call_model_init))
-        makers = replaced(self, *defaults.MAKERS)
+        makers = hooks.replaced(self, *defaults.MAKERS)
         zero = self._plan.dist.zero
         defaults.check_given(self.args, zero, optimizers, optimizer_cls_and_kwargs, model_init, makers)
         callbacks = defaults.listed_callbacks(callbacks, callback)

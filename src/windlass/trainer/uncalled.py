@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from windlass.core.attributes import replaced
-
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
 _PREPARED = "the engine prepares model and optimizer together; override `create_optimizer`, or wrap the model yourself"
 _DEVICE = "set use_cpu, or CUDA_VISIBLE_DEVICES"
@@ -54,7 +52,7 @@ NEVER_CALLED = {
     "store_flos": "override `floating_point_ops`",
 }
 # Of its Accelerator, in a class or assigned.
-_OF_ACCELERATOR = {
+OF_ACCELERATOR = {
     "clip_grad_norm_": _CLIPPING,
     "prepare": _PREPARED,
     "prepare_model": _PREPARED,
@@ -64,7 +62,7 @@ _OF_ACCELERATOR = {
     "gather_for_metrics": "override `evaluation_loop` or `prediction_step`",
 }
 # Of a class of arguments.
-_OF_ARGUMENTS = {
+OF_ARGUMENTS = {
     "should_save": "set save_strategy and save_on_each_node",
     "_setup_devices": _DEVICE,
     "n_gpu": _DEVICE,
@@ -75,22 +73,3 @@ _OF_ARGUMENTS = {
     "ddp_timeout_delta": "set ddp_timeout",
     "_process_fsdp_args": "set fsdp and fsdp_config",
 }
-
-
-def uncalled_of(script: object, args: object, accelerator: object) -> dict[str, str]:
-    """The methods that a script overrides and no run would call, each with what to do instead.
-
-    Args:
-        script: the trainer.
-        args: its arguments.
-        accelerator: its Accelerator.
-    """
-    return {
-        f"{prefix}{name}": known[name]
-        for prefix, owner, known in (
-            ("", script, NEVER_CALLED),
-            ("args.", args, _OF_ARGUMENTS),
-            ("accelerator.", accelerator, _OF_ACCELERATOR),
-        )
-        for name in sorted(replaced(owner, *known))
-    }
