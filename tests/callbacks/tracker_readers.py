@@ -56,7 +56,8 @@ def wandb(folder: Path) -> Curves:
             record = Record()
             record.ParseFromString(data)
             items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-            _add(found, items, items.get("_step", record.history.step.num))
+            step = items.get("_step", record.history.step.num)
+            _add(found, items, items.get("train/global_step", step))
     return found
 
 

@@ -28,11 +28,15 @@ class Unlucky(Trainer):
         if self.state.global_step == 3:
             logs |= {
                 "unlucky": math.nan,
+                "recall@5": 0.25,
                 "exact": Decimal("0.5"),
                 "odd": 1j,
                 "mixed": {"a": [1, None], "b": b""},
             }
         super().log(logs, start_time)
+        package: Any = sys.modules.get("wandb")
+        for _ in range(2 if package is not None and package.run is not None else 0):
+            package.log({"own": 1.0})  # of the script, without a step, which moves the run on
 
 
 def train(name: str, steps: int, resume: str | None = None) -> GeneralTracker:

@@ -7,12 +7,13 @@ import os
 from typing import Any, Self
 
 from windlass.callbacks.tracker import PackageTracker, RunFacts, numbers_alone, on_main_process
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, first_line
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
 
 logger = get_logger(__name__)
 _PURPOSE = "report to MLflow"
+_INVALID = "INVALID_PARAMETER_VALUE"
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -56,6 +57,7 @@ class MLflowTracker(PackageTracker):
         self.tags = _tags(os.environ.get("MLFLOW_TAGS", tags))
         self.nested_run = _bool(os.environ.get("MLFLOW_NESTED_RUN", nested_run))
         self.description = description
+        self._refused: set[str] = set()
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
@@ -109,8 +111,25 @@ class MLflowTracker(PackageTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, and warn of other values, once each."""
-        self.package.log_metrics(numbers_alone("MLflow", values), step=step, **kwargs)
+        """Log numbers, and warn of other values, and of names that MLflow does not take, once each."""
+        given = {n: v for n, v in numbers_alone("MLflow", values).items() if n not in self._refused}
+        try:
+            self.package.log_metrics(given, step=step, **kwargs)
+        except self.package.MlflowException as error:
+            if error.error_code != _INVALID:
+                raise
+            # For one such name, as recall@5, MLflow refuses all that is logged with it.
+            for name, value in given.items():
+                self._log_one(name, value, step, **kwargs)
+
+    def _log_one(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
+        try:
+            self.package.log_metrics({name: value}, step=step, **kwargs)
+        except self.package.MlflowException as error:
+            if error.error_code != _INVALID:
+                raise
+            self._refused.add(name)
+            logger.warning("MLflow does not take %r, which is not sent to it: %s", name, first_line(error))
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, on_main_process
+from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process
+
+_STEP = "train/global_step"  # as transformers calls it
 
 
 class WandBTracker(PackageTracker):
@@ -17,11 +19,21 @@ class WandBTracker(PackageTracker):
     name = "wandb"
     project_variable = "WANDB_PROJECT"
     run: Any = None
+    is_of_trainer = False  # whose steps are those of charts, whatever else the script logs
+
+    @classmethod
+    def of_run(cls, facts: RunFacts) -> Self:
+        tracker = super().of_run(facts)
+        tracker.is_of_trainer = True
+        return tracker
 
     @on_main_process
     def start(self) -> None:
         self.is_ours = self.package.run is None
         self.run = self.package.run or self.package.init(project=self.run_name, **self.init_kwargs)
+        if self.is_of_trainer:
+            self.run.define_metric(_STEP)
+            self.run.define_metric("*", step_metric=_STEP, step_sync=True)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -30,6 +42,10 @@ class WandBTracker(PackageTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log any values that `wandb.log` takes."""
+        if self.is_of_trainer and step is not None:
+            values = {**values, _STEP: step}
+            # A script's own `wandb.log` moves the run on, which drops what is logged for an earlier step.
+            step = None if step < self.run.step else step
         self.run.log(values, step=step, **kwargs)
 
     @on_main_process
