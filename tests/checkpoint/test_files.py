@@ -174,6 +174,11 @@ def test_a_leftover_under_the_temporary_name_is_replaced(tmp_path: Path) -> None
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"x"}
 
 
+def test_a_file_system_without_a_size_is_not_taken_for_a_full_one(tmp_path: Path) -> None:
+    assert Files().free_bytes(tmp_path) < 1 << 60
+    assert Files().free_bytes(Path("/proc")) > 1 << 60
+
+
 def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(11))
     (tmp_path / "link").symlink_to(tmp_path / "large")

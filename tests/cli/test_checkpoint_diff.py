@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.sharded import parts_of_rank
@@ -79,6 +80,18 @@ def test_every_model_and_optimizer_that_ranks_wrote_in_parts_is_compared(
     lines = capsys.readouterr().out.splitlines()
     assert {"model_1: layer: max abs difference 1", "optimizer_0: layer: max abs difference 1"} < {*lines}
     assert lines[-1].startswith("2 differences")
+
+
+def test_an_adapter_beside_whole_weights_is_compared_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / name for name in ("before", "after")]
+    for path, value in zip(paths, (1.0, 2.0), strict=True):
+        path.mkdir()
+        save_file({"layer": torch.zeros(1)}, path / WEIGHTS_NAME)
+        save_file({"layer": torch.tensor([value])}, path / ADAPTER_WEIGHTS)
+    assert main(["checkpoint", "diff", *map(str, paths)]) == 1
+    assert f"{ADAPTER_WEIGHTS}: layer: max abs difference 1" in capsys.readouterr().out
 
 
 def test_values_are_told_apart_by_all_keys_on_the_way(

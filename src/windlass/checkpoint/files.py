@@ -208,8 +208,11 @@ class Files:
         os.rmdir(folder)
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that may still be written under `path`."""
-        return shutil.disk_usage(path).free
+        """Bytes that may still be written under `path`, as far as is known: some file systems, as of remote storage,
+        have no size.
+        """
+        usage = shutil.disk_usage(path)
+        return usage.free if usage.total else sys.maxsize
 
     # --- reading
 

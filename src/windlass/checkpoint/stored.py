@@ -217,7 +217,7 @@ def open_optimizer(folder: Folder, stem: str = OPTIMIZER) -> Iterator[StoredTens
 
 def state_files(folder: Folder) -> list[str]:
     """Files with tensors of other states and of ranks, beside those of the model and the optimizer."""
-    known = {WEIGHTS_NAME, ADAPTER_WEIGHTS, f"{OPTIMIZER}.safetensors"}
+    known = {find_weights(folder), f"{OPTIMIZER}.safetensors"}
     return sorted(
         name
         for name in folder.names
