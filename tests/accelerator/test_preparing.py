@@ -121,10 +121,14 @@ def test_counters_go_to_the_device_with_kernels_that_read_them_there(fused: bool
     assert places == {"step": "cuda" if fused else "cpu", "exp_avg": "cuda"}
 
 
-def test_a_method_that_prepare_would_not_call_is_refused() -> None:
-    class Mine(Accelerator):
-        def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> nn.Module:
-            return model
+@pytest.mark.parametrize("where", ["a subclass", "the class", "the instance"])
+def test_a_method_that_prepare_would_not_call_is_refused(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def prepare_model(*args: object, **kwargs: object) -> None:
+        raise AssertionError("called")
 
+    kind = type("Mine", (Accelerator,), {})
+    accelerator = kind(cpu=True)
+    owner = {"a subclass": kind, "the class": Accelerator, "the instance": accelerator}[where]
+    monkeypatch.setattr(owner, "prepare_model", prepare_model)
     with pytest.raises(ConfigError, match="prepare_model='overridden'"):
-        Mine(cpu=True).prepare(nn.Linear(2, 1))
+        accelerator.prepare(nn.Linear(2, 1))

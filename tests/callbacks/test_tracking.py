@@ -121,8 +121,8 @@ def test_a_tracker_that_takes_long_to_fail_is_left_alone_for_a_while(tmp_path: P
                 now[0] += 60.0
                 raise ConnectionError("no answer")
 
-    tracker = Slow()
-    callback = TrackingCallback(tracker, clock=lambda: now[0])
+    tracker, other = Slow(), Recorder()  # which have one name
+    callback = TrackingCallback([tracker, other], clock=lambda: now[0])
     args, state = arguments(tmp_path), TrainerState(max_steps=9)
     callback.on_train_begin(args, state, TrainerControl())
     for step in range(1, 5):  # the first takes until 60 s; 600 s later is the third
@@ -135,6 +135,7 @@ def test_a_tracker_that_takes_long_to_fail_is_left_alone_for_a_while(tmp_path: P
         state.global_step = step
         callback.on_log(args, state, TrainerControl(), logs={"loss": 1.0})
     assert [item[0] for item in logged(tracker)] == [1, 3, 5, 6]
+    assert [item[0] for item in logged(other)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_tracker_that_never_answers_is_named_by_the_watchdog(tmp_path: Path) -> None:

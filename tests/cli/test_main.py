@@ -45,6 +45,23 @@ def test_the_path_of_a_recipe_may_have_an_equals_sign(
     assert (found.recipe, found.overrides) == ("lr=0.1/my.yaml", ["training.seed=3"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["status URL", "ps URL", "report URL", "ui URL", "init sst2 URL", "merge-weights . URL", "config --config_file URL",
+     "convert-config my.yaml --output URL", "launch --log_dir URL my.py"],
+)  # fmt: skip
+def test_a_url_is_not_taken_for_a_folder_of_this_machine(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").touch()
+    assert main(words.replace("URL", "s3://me:hunter2@host/x.yaml").split()) == 2
+    said = capsys.readouterr().err
+    assert "is a URL" in said
+    assert "hunter2" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["my.py"]
+
+
 def test_resume_may_name_a_checkpoint() -> None:
     assert read_options(["a.yaml", "--resume", "runs/a/checkpoint-3"]).resume == "runs/a/checkpoint-3"
     options = read_options(["--resume", "b=1", "b=2"])

@@ -167,6 +167,11 @@ def test_what_gives_no_batch_is_refused(loader: Any, words: str) -> None:
         list(ForeignLoader(loader, PLAN).groups())
 
 
+def test_a_loader_of_the_length_0_is_refused_before_a_run_of_no_update() -> None:
+    with pytest.raises(DataError, match="is empty"):
+        ForeignLoader([], PLAN, longest=0)
+
+
 def test_a_generator_serves_one_epoch_and_then_says_so() -> None:
     foreign = ForeignLoader((i for i in range(3)), PLAN)
     assert foreign.groups_per_epoch(2) is None

@@ -117,6 +117,7 @@ def test_training_arguments_speak_for_their_section(tmp_path: Path, text: Path) 
         ("data.train=nowhere.txt", ["data.train='nowhere.txt'", "no such file"]),
         ("data.train=texd.txt", ["no such file"]),
         (r'data.train="\ud800.txt"', ["cannot be named in the encoding of this locale"]),
+        ("data.train=https://me:hunter2@host/x.jsonl", ["is a URL: download it"]),
         ("data.label_column=x", ["no meaning for task causal-lm"]),
         ("data.subset=x", ["hub data only"]),
         ("data.columns=[a, b]", ["csv and tsv data only"]),

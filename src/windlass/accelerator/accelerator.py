@@ -529,7 +529,7 @@ class Accelerator(Ranks):
             ConfigError, ModelError, DataError: an object does not support the settings.
             RankMismatchError: settings, models, optimizers or data differ between ranks.
         """
-        check_overrides(self, Accelerator)
+        check_overrides(self)
         return self._preparer.prepare(*args, device_placement=device_placement)
 
     def prepare_model(

@@ -54,12 +54,12 @@ from windlass.zero.library import is_divided
 _log = get_logger(__name__)
 
 
-def check_overrides(accelerator: object, owner: type) -> None:
-    """Raise ConfigError for methods of `owner` that a script overrides and `prepare` would not call."""
+def check_overrides(accelerator: object) -> None:
+    """Raise ConfigError for methods that a script overrides, or assigns to the class, and `prepare` would not call."""
     parts = ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader", "_prepare_one")
     fix = "`prepare` builds what belongs together at once and would never call it; override `prepare`"
-    kind, assigned = type(accelerator), vars(accelerator)
-    own = [n for n in parts if n in assigned or getattr(kind, n, None) is not getattr(owner, n, None)]
+    modules = {n: getattr(getattr(accelerator, n, None), "__module__", "windlass.") for n in parts}
+    own = [n for n, module in modules.items() if not str(module).startswith("windlass.")]
     refuse(Problem(name, "overridden", fix) for name in own)
 
 

@@ -54,8 +54,8 @@ class TrackingCallback(RowCallback):
         self._wanted = filter_trackers(wanted, logging_dir="", field="report_to")
         self._running: list[GeneralTracker] = []
         self._clock = clock
-        # Trackers that the last metrics did not reach, and when each is tried again
-        self._unreached: dict[str, float] = {}
+        # Trackers that the last metrics did not reach, by identity: two may have one name; when each is tried again
+        self._unreached: dict[int, float] = {}
         self._has_trained = False
         self._run_ids: dict[str, str] = {}
 
@@ -88,7 +88,7 @@ class TrackingCallback(RowCallback):
         self._ensure_running(args, state)
         values = sent_values(row)
         for tracker in self._running:
-            if self._clock() >= self._unreached.get(tracker.name, -math.inf):
+            if self._clock() >= self._unreached.get(id(tracker), -math.inf):
                 self._send(tracker, values, row["step"])
 
     def _send(self, tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
@@ -98,13 +98,13 @@ class TrackingCallback(RowCallback):
                 tracker.log(values, step=step)
         except Exception as error:  # a lost connection must not end training
             # Not once for each message: errors of requests hold addresses, and differ each time.
-            if tracker.name not in self._unreached:
+            if id(tracker) not in self._unreached:
                 logger.warning("%s received no metrics; training continues: %r", tracker.name, error)
             # Some packages try again for minutes before they raise an error, and training waits.
             now = self._clock()
-            self._unreached[tracker.name] = now + _PAUSE * (now - began)
+            self._unreached[id(tracker)] = now + _PAUSE * (now - began)
         else:
-            self._unreached.pop(tracker.name, None)
+            self._unreached.pop(id(tracker), None)
 
     def _ensure_running(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._running:
@@ -120,7 +120,7 @@ class TrackingCallback(RowCallback):
             _open.setdefault(tracker.name, []).append(tracker)
             running.append(tracker)
         # Not before all have started: after an error in one, the next report must not go to some of them alone.
-        self._running, self._run_ids = running, {}
+        self._running, self._run_ids, self._unreached = running, {}, {}
 
     def _build(self, name: str, args: TrainingArguments, state: TrainerState) -> GeneralTracker:
         facts = RunFacts(

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from windlass.core.errors import ConfigError, DataError, Problem, did_you_mean
+from windlass.core.errors import ConfigError, DataError, Problem, WindlassError, did_you_mean
+from windlass.core.locations import at_home, is_url
 from windlass.core.output import one_line, say, say_json
 
 EXIT_USER_ERROR = 2
@@ -106,6 +107,15 @@ def check_script(path: str) -> None:
     """Raise ConfigError if there is no such file."""
     if not os.path.isfile(path):
         raise ConfigError(Problem("SCRIPT", path, "there is no such file"))
+
+
+def local_place(word: str) -> Path:
+    """The type of an argument that is a path of this machine. Raises WindlassError for a URL, which would name a folder
+    here as a path.
+    """
+    if is_url(word):
+        raise WindlassError(f"{word} is a URL, and this command reads and writes on this machine alone")
+    return at_home(word)
 
 
 def standard_input() -> TextIO:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from windlass.cli.command_line import CommandParser, standard_input, typed_text
+from windlass.cli.command_line import CommandParser, local_place, standard_input, typed_text
 from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.keys import Key, Setting, Settings
 from windlass.core.errors import ConfigError, Problem, refuse
@@ -132,7 +132,7 @@ def config_command(words: list[str]) -> int:
     named = options.config_file
     if named == "":
         raise ConfigError(Problem("--config_file", named, "is empty; name a file, or leave the flag out"))
-    path = at_home(named or default_file(os.environ))
+    path = at_home(default_file(os.environ)) if named is None else local_place(named)
     if path.is_dir():  # before the questions are answered
         raise ConfigError(Problem("--config_file", named, "is a folder; name a file in it"))
     asks_nothing = options.action == "default" or options.default

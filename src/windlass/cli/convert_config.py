@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, local_place
 from windlass.config.documents import ForeignYaml, load, loads, one_line
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
@@ -38,7 +38,10 @@ def build_parser() -> CommandParser:
     values = "a key of it, with another value"
     parser.add_argument("values", nargs="*", default=[], metavar="key=value", help=values)
     parser.add_argument(
-        "--output", metavar="RECIPE.yaml", help="write the recipe there instead of printing it"
+        "--output",
+        type=local_place,
+        metavar="RECIPE.yaml",
+        help="write the recipe there instead of printing it",
     )
     parser.add_argument("--json", action="store_true", help="print the conversion as one JSON object")
     return parser
@@ -47,7 +50,7 @@ def build_parser() -> CommandParser:
 def convert_command(arguments: Sequence[str]) -> int:
     """Run `windlass convert-config`, and return the exit code."""
     options = build_parser().parse_intermixed_args(list(arguments))
-    path, output = Path(options.file), None if options.output is None else Path(options.output)
+    path, output = Path(options.file), options.output
     if output is not None and output.exists() and output.samefile(path):
         raise ConfigError(Problem("--output", str(output), "is the file that is converted; name another"))
     values = load(path, ForeignYaml).values | _given(options.values)
@@ -60,12 +63,12 @@ def convert_command(arguments: Sequence[str]) -> int:
     if options.json:
         lost = {name: {"value": value, "reason": reason} for name, (value, reason) in made.lost.items()}
         facts = {"program": made.program, "recipe": made.recipe, "not_carried_over": lost}
-        say_json({**facts, "written": options.output})
+        say_json({**facts, "written": output and str(output)})
         return 0
     if output is None:
         say(text, end="")
         return 0
-    say(f"{options.output}: written. Not carried over: {len(made.lost)} keys" + ("" if made.lost else "."))
+    say(f"{output}: written. Not carried over: {len(made.lost)} keys" + ("" if made.lost else "."))
     for name, (value, reason) in made.lost.items():
         say(f"  {folded(f'{name}={one_line(value)}: {reason}', 4)}")
     return 0

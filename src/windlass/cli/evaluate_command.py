@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import DTYPES, CommandParser, answer
+from windlass.cli.command_line import DTYPES, CommandParser, answer, local_place
 from windlass.cli.generate_command import add_model_options
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, refuse
@@ -92,7 +92,9 @@ def build_parser() -> CommandParser:
     shots = "examples before each question (default: what each task's file says)"
     add("--num_fewshot", type=int, metavar="N", help=shots)
     add("--apply_chat_template", action="store_true", help="give each question as the user's turn of a chat")
-    add("--output", type=Path, metavar="FILE", help="write the results as JSON too; a file is replaced")
+    add(
+        "--output", type=local_place, metavar="FILE", help="write the results as JSON too; a file is replaced"
+    )
     add("--json", action="store_true", help=f"as one JSON object of the form {SCHEMA}")
     return parser
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, local_place
 from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.locations import at_home
 from windlass.core.output import say
 from windlass.core.whole_file import write_whole
 from windlass.recipes.built_in_recipes import ENDINGS, built_in
@@ -18,11 +18,11 @@ def init_command(words: list[str]) -> int:
     """Copy a recipe, and return the exit code."""
     options = build_parser().parse_args(words)
     source = built_in(options.name)
-    target = at_home(options.path or source.name)
+    target = options.path or Path(source.name)
     if target.is_dir():
         target /= source.name
     if target.suffix not in ENDINGS:
-        raise ConfigError(Problem("PATH", options.path, "must be a folder, or end with .yaml"))
+        raise ConfigError(Problem("PATH", str(target), "must be a folder, or end with .yaml"))
     if target.exists():
         raise ConfigError(Problem("PATH", str(target), "exists already; name another file"))
     text = source.read_text(encoding="utf-8")
@@ -44,5 +44,7 @@ def build_parser() -> CommandParser:
         example="windlass init sst2 mine.yaml",
     )
     parser.add_argument("name", metavar="NAME", help="a built-in recipe; `windlass recipes` lists them")
-    parser.add_argument("path", nargs="?", metavar="PATH", help="the new file (default: NAME.yaml)")
+    parser.add_argument(
+        "path", type=local_place, nargs="?", metavar="PATH", help="the new file (default: NAME.yaml)"
+    )
     return parser

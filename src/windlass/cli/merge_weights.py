@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from windlass.cli.command_line import CommandParser, answer
+from windlass.cli.command_line import CommandParser, answer, local_place
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 
 
@@ -14,7 +12,7 @@ def merge_weights_command(words: list[str]) -> int:
     if options.unsafe_serialization:
         fix = "weights are written as safetensors only; leave it out"
         raise ConfigError(Problem("--unsafe_serialization", True, fix))
-    source, target = Path(options.checkpoint_directory), Path(options.output_path)
+    source, target = options.checkpoint_directory, options.output_path
     from windlass.checkpoint.export import ExportOptions, export_file
     from windlass.checkpoint.files import Files
     from windlass.checkpoint.sharded import index_name
@@ -53,8 +51,12 @@ def build_parser() -> CommandParser:
         description="Merge the weights that each process wrote, one tensor at a time.",
     )
     add = parser.add_argument
-    add("checkpoint_directory", help="a folder with model.parts.json and the files of each rank")
-    add("output_path", help="the folder that model.safetensors is written to")
+    add(
+        "checkpoint_directory",
+        type=local_place,
+        help="a folder with model.parts.json and the files of each rank",
+    )
+    add("output_path", type=local_place, help="the folder that model.safetensors is written to")
     add("--unsafe_serialization", action="store_true", help="refused: nothing is written as a pickle")
     add("--remove_checkpoint_dir", action="store_true", help="remove the parts once they are merged")
     add("--json", action="store_true", help="as one JSON object")

@@ -8,7 +8,7 @@ from typing import Any
 
 from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.run_view import is_run
-from windlass.cli.command_line import CommandParser, answer, folders_below
+from windlass.cli.command_line import CommandParser, answer, folders_below, local_place
 from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import read_folder
 from windlass.core.errors import ConfigError, DataError, Problem
@@ -53,7 +53,7 @@ def build_parser() -> CommandParser:
         description="List the runs below a folder, with their state.",
         example="windlass ps runs",
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder with runs below it")
+    parser.add_argument("folder", metavar="DIR", type=local_place, help="a folder with runs below it")
     parser.add_argument("--json", action="store_true", help="as one JSON object with the status of each run")
     return parser
 

@@ -8,7 +8,7 @@ from windlass.callbacks.metrics_log import FILE_NAME
 from windlass.callbacks.report import write_report
 from windlass.callbacks.run_view import RunView, is_run
 from windlass.checkpoint.run_lock import is_held
-from windlass.cli.command_line import CommandParser, answer
+from windlass.cli.command_line import CommandParser, answer, local_place
 from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import facts_of
 from windlass.core.errors import ConfigError, Problem
@@ -50,9 +50,14 @@ def build_parser() -> CommandParser:
         "killed. Several runs are drawn over each other. Their other files are only read.",
         example="windlass report runs/first",
     )
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run (output_dir)")
     parser.add_argument(
-        "--output-dir", metavar="DIR", type=Path, help="where the report goes; by default the first RUN"
+        "runs", metavar="RUN", type=local_place, nargs="+", help="the folder of a run (output_dir)"
+    )
+    parser.add_argument(
+        "--output-dir",
+        metavar="DIR",
+        type=local_place,
+        help="where the report goes; by default the first RUN",
     )
     parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     return parser

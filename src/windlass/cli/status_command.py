@@ -8,7 +8,7 @@ from typing import Any
 
 from windlass.callbacks.log_table import clock_text, moment_text
 from windlass.callbacks.run_view import RunView, is_run, read_run
-from windlass.cli.command_line import CommandParser, answer
+from windlass.cli.command_line import CommandParser, answer, local_place
 from windlass.cli.run_status import SCHEMA_FILE, status_of_run, with_verified
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import one_line, say
@@ -55,7 +55,9 @@ def build_parser() -> CommandParser:
         "killed, and of a copy.",
         example="windlass status runs/first",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="the run's folder (output_dir)")
+    parser.add_argument(
+        "run", metavar="RUN", type=local_place, nargs="?", help="the run's folder (output_dir)"
+    )
     parser.add_argument("--json", action="store_true", help="as one JSON object, which --schema describes")
     parser.add_argument(
         "--verify",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, local_place
 from windlass.cli.ui_server import naming_a_slow_disk, serve
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import STDOUT, say
@@ -46,7 +45,9 @@ def build_parser() -> CommandParser:
         "settings. It follows runs that go on.",
         example="windlass ui runs",
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a run's folder, or one with runs below it")
+    parser.add_argument(
+        "folder", metavar="DIR", type=local_place, help="a run's folder, or one with runs below it"
+    )
     parser.add_argument(
         "--host",
         metavar="ADDRESS",

@@ -73,6 +73,8 @@ class ForeignLoader:
         self._parts = ordering_parts(loader)
         self._generators = own_generators(loader, *self._parts)
         self._dataset_epoch = DatasetEpoch.of(self.dataset)
+        if longest == 0:  # on every rank: epochs of it would be no update, and the run would end without one
+            raise DataError(self._nothing())
 
     @property
     def dataset(self) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from windlass.config.values import members, type_fault
 from windlass.core.errors import ConfigError, Problem, did_you_mean, nearest
-from windlass.core.locations import is_folder_name
+from windlass.core.locations import is_folder_name, is_url
 from windlass.core.optional import is_available
 from windlass.recipes.modelling import base_config, config_of
 from windlass.recipes.recipe_draft import RecipeDraft
@@ -93,6 +93,8 @@ def _sources(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
 
 
 def _path_problem(source: str, recipe: Recipe) -> str | None:
+    if is_url(source):  # of a path that is made of it, no message could leave out the credentials
+        return "is a URL: download it, and name the file; a dataset of the hub needs data.format=hub"
     path = Path(source)
     try:
         path.stat()

@@ -19,6 +19,7 @@ from windlass.config.parallel import rows_compute, rows_training
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel.keys import Key, Settings
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import is_url
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.listening import can_listen, is_loopback
 
@@ -137,6 +138,8 @@ def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
     yield from _multi_gpu(plan.settings)
     if not _TEE.fullmatch(plan.tee):
         yield _problem(plan, rows.TEE, "must be 0, 1, 2 or 3, or RANK:N pairs with commas between them")
+    if plan.log_dir is not None and is_url(plan.log_dir):
+        yield _problem(plan, rows.LOG_DIR, "is a URL; name a folder of this machine")
     # What another engine decides is refused also if it would do no harm: a value without an effect misleads.
     yield from _left_to_engine(plan)
     if plan.engine == "local":
