@@ -111,6 +111,22 @@ def test_order_of_groups_and_parameters_may_change() -> None:
     assert equal(model, other)
 
 
+@pytest.mark.parametrize("name", ["adamw", "momentum", "rmsprop"])
+def test_a_state_follows_the_dtype_of_its_parameters_as_in_torch(name: str) -> None:
+    model = model_of()
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    step(model, optimizer, 0)
+    mine, theirs = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    loaded, wanted = (OPTIMIZERS[name](list(wide.parameters())) for wide in (mine, theirs))
+    load_optimizer_state(loaded, mine, save_optimizer_state(optimizer, model))
+    wanted.load_state_dict(optimizer.state_dict())
+    for wide, one in ((mine, loaded), (theirs, wanted)):
+        for parameter in wide.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        one.step()
+    assert equal(mine, theirs)
+
+
 def test_loading_keeps_objects_and_tensors() -> None:
     model, rate = model_of(), torch.tensor(0.25)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=rate, foreach=False)

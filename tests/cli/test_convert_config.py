@@ -223,6 +223,12 @@ def test_what_the_loss_is_over_and_when_it_is_evaluated(
 
 
 def test_data_without_evaluation_is_trained_on_as_a_whole() -> None:
+    values = {"val_set_size": 0, "eval_steps": 5, "save_steps": 5, "early_stopping_patience": 3}
+    made = convert({"base_model": "m", **NO_WARMUP, **values})
+    assert made.recipe["training"]["save_strategy"] == "steps"
+    assert "eval_strategy" not in made.recipe["training"], "such a recipe would be refused"
+    assert "early_stopping" not in made.recipe
+    assert made.lost["eval_steps"] == (5, "there is no data to evaluate on")
     for values, fraction in (
         ({"base_model": "m"}, 0),
         ({"base_model": "m", **NO_WARMUP, "val_set_size": 0.1}, 0.1),

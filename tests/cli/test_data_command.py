@@ -246,6 +246,10 @@ def test_a_file_is_prepared_once(
     monkeypatch.setenv("WINDLASS_HOME", str(tmp_path))
     cache = tmp_path / "text"
     words = ["data", "prepare", chats, f"tokenizer={tokenizer}", "max_length=70"]
+    with monkeypatch.context() as patched:
+        patched.setenv("WINDLASS_HOME", f"{chats}/home")  # below a file
+        assert main(words) == 2
+    assert "cannot hold what is prepared" in capsys.readouterr().err
     assert main([*words, "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)["splits"]["train"]
     assert (counts["rows"], counts["longest"]) == (5, 70)

@@ -242,6 +242,8 @@ def test_json_and_old_words_are_read(tmp_path: Path) -> None:
     assert (settings["cpu"].value, settings["launch.machine_rank"].value) == (True, 10)
     hours.write_text("env: {DAY: 010, NEXT: 1}")
     assert from_file(hours)["launch.environment"].value == {"DAY": "010", "NEXT": "1"}
+    hours.write_text('env: {"": x}')
+    assert "an environment cannot hold ''" in str(from_file(hours).problems[0])
     for text in ("true", "yes", "1.10", "", "[1]"):
         hours.write_text(f"env: {{WORD: {text}}}")
         assert "WORD has" in str(from_file(hours).problems[0]), "the variable would not be what is written"

@@ -102,6 +102,12 @@ def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
         Trainer(Net(), arguments(tmp_path)).evaluate()
     with pytest.raises(ConfigError, match="eval_strategy"):
         Trainer(Net(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=rows(4)).train()
+    once = Trainer(
+        Net(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=rows(4), eval_dataset=iter(rows(4))
+    )
+    with pytest.raises(ConfigError, match="first evaluation reads a generator to the end"):
+        once.train()
+    assert "eval_loss" in once.evaluate()
 
 
 def test_an_empty_set_is_a_warning_and_gives_metrics_without_a_loss(tmp_path: Path, caplog: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,21 @@ def test_a_script_makes_its_loader_through_the_trainer(tmp_path: Path) -> None:
     assert trainer.state.epoch == 1.0
     batches = trainer._get_dataloader(rows(5), "test", 3)
     assert [batch["labels"].shape[0] for batch in batches] == [3, 2]
+
+
+def test_a_loader_with_fewer_batches_than_its_length_says_is_named(tmp_path: Path, caplog: Any) -> None:
+    class Short(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return itertools.islice(super().__iter__(), 2)
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return Short(self.train_dataset, batch_size=2, collate_fn=self.data_collator)
+
+    caplog.set_level("WARNING", logger="windlass")
+    trainer = Own(Net(), arguments(tmp_path, max_steps=8), train_dataset=rows(8))
+    assert trainer.train().global_step == 4
+    assert "the data ended after 4 of 8 updates" in caplog.text
 
 
 def test_an_override_of_the_loader_is_called_for_all_three(tmp_path: Path) -> None:

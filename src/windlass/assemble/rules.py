@@ -29,6 +29,7 @@ class Facts:
     groups_per_epoch: int | None
     has_training_data: bool = True  # there is a training dataset, or an overridden loader
     has_evaluation_data: bool = True  # there is an evaluation dataset, or an overridden loader
+    evaluates_iterator: bool = False  # an evaluation set can be read once only
     overridden: frozenset[str] = frozenset()  # names of Trainer methods that the subclass overrides
     # Methods that the script overrides and no run calls, with what to do instead
     uncalled: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +61,12 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "eval_strategy",
         lambda args, plan, facts: not facts.has_evaluation_data and args.eval_strategy != "no",
         "pass `eval_dataset=`, or set eval_strategy='no'",
+    ),
+    (
+        "eval_strategy",
+        lambda args, plan, facts: facts.evaluates_iterator and args.eval_strategy != "no",
+        "a run evaluates several times, and its first evaluation reads a generator to the end: pass a list as "
+        "`eval_dataset=`, or an object whose __iter__ begins again",
     ),
     (
         "save_strategy",

@@ -150,10 +150,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     equal shape keep their identity. Every rank has all of `state`, whose tensors may be `Deferred`; of the state of a
     sharded parameter it reads its part.
 
-    Tensors are moved to the device of their parameter and keep their saved dtype. Options of a group (learning rate,
-    betas, ...) are the saved ones, except those of the implementation (`fused`, `foreach`, ...). Raises CheckpointError
-    for parameters missing or unexpected, shapes or groups that differ; they are named; and for the state of another
-    kind of optimizer.
+    Tensors are moved to the device of their parameter and keep their saved dtype, but for optimizers of torch. Options
+    of a group (learning rate, betas, ...) are the saved ones, except those of the implementation (`fused`, `foreach`,
+    ...). Raises CheckpointError for parameters missing or unexpected, shapes or groups that differ; they are named; and
+    for the state of another kind of optimizer.
     """
     if isinstance(optimizer, KeepsOwnState):
         optimizer.take_state(model, state)
@@ -336,7 +336,19 @@ def _load_parameter(
         for key, value in saved.items()
     }
     live.clear()
-    live.update(values)
+    live.update({key: _as_computed_with(optimizer, parameter, value) for key, value in values.items()})
+
+
+def _as_computed_with(optimizer: torch.optim.Optimizer, parameter: Tensor, value: Any) -> Any:
+    """A tensor in the dtype of the parameter, as `torch.optim` loads its own: its kernels take no other one beside it.
+    Counters stay, and what other optimizers keep in another dtype on purpose.
+    """
+    kinds = {kind.__module__ for kind in type(optimizer).__mro__} - {torch.optim.Optimizer.__module__}
+    if not any(kind.startswith("torch.optim.") for kind in kinds):
+        return value
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.to(parameter.dtype) if value.dim() and value.shape == parameter.shape else value
 
 
 def _device_for(group: dict[str, Any], parameter: Tensor, key: str, value: Any) -> torch.device | None:

@@ -363,7 +363,7 @@ class Mirror:
         if self._loose is None or not self.root.is_dir():
             return
         # In the order in which they were written: a file that says that others are complete is the last of them.
-        for path in sorted(self._loose_files(), key=lambda one: (one.stat().st_mtime_ns, one)):
+        for _, path in sorted(self._loose_files()):
             self._send(self._loose, path)
         # Weights of an earlier run in another number of files.
         here = {path.name for path in self.root.iterdir()}
@@ -371,12 +371,14 @@ class Mirror:
             for name in left_over(self._loose.names(), here):
                 self._loose.remove(name)
 
-    def _loose_files(self) -> Iterator[Path]:
+    def _loose_files(self) -> Iterator[tuple[int, Path]]:
+        """Yield the files beside checkpoints, each after the time at which it was written."""
         for top in self.root.iterdir():
             if not _NOT_LOOSE.fullmatch(top.name) and not top.is_symlink():
                 for path in top.rglob("*") if top.is_dir() else [top]:
-                    if path.is_file() and not path.is_symlink():
-                        yield path
+                    with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                        if path.is_file() and not path.is_symlink():
+                            yield path.stat().st_mtime_ns, path
 
     def _send(self, loose: RemoteFolder, path: Path) -> None:
         # The state before it is read: what is appended meanwhile is sent the next time.

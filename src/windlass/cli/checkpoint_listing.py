@@ -153,6 +153,7 @@ def prune_command(options: argparse.Namespace) -> int:
     """Remove complete checkpoints that are not to be kept, and print them; return the exit code.
 
     The newest and the best of the run, which a resumed run needs, are always kept, and damaged ones are not touched.
+    Raises CheckpointError if the content of the newest is damaged.
     """
     keep_last, keep_best, dry_run = options.keep_last, options.keep_best, options.dry_run
     if keep_last is None and keep_best is None:
@@ -166,6 +167,8 @@ def prune_command(options: argparse.Namespace) -> int:
     # under the lock, because a run that has just ended may have a newer best.
     with nullcontext() if dry_run else RunLock(store.root):
         whole = store.whole()
+        # Each of its bytes: if sizes hide a damage, a run resumes from an older one.
+        store.verify(whole[-1].path)
         notes = notes_of(whole)
         if keep_best is not None and all(metric_of(info) is None for info in whole):
             raise CheckpointError(f"no checkpoint in {store.root} has a metric; use --keep-last")

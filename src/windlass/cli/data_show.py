@@ -100,6 +100,11 @@ def prepare_command(options: argparse.Namespace) -> int:
         raise ConfigError(Problem("task", options.source, fix))
     if source.tokenizer is None:
         raise ConfigError(Problem("tokenizer", None, "name one: tokenizer=NAME"))
+    try:
+        default_cache().mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # training goes on without, and this command would have done nothing
+        fix = f"cannot hold what is prepared ({error}); set it to another folder"
+        raise ConfigError(Problem("WINDLASS_HOME", str(default_cache().parent), fix)) from error
     summaries = {}
     for name, split in source.splits.items():
         found = prepare_kept(split.rows, source.tokenizer, split.options, name)

@@ -112,6 +112,10 @@ def variables(raw: Any) -> dict[str, str]:
     """
     found = options(raw)
     for name, value in found.items():
+        if not name or "=" in name or "\0" in f"{name}{value}":
+            raise ValueError(
+                f"must be names with values, and an environment cannot hold {name!r} or its value"
+            )
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise ValueError(
                 f"must have text as its values, and {name} has {value!r}: put what is meant in quotes"

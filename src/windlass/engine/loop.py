@@ -132,6 +132,14 @@ class Loop:
         while not self._finished():
             self._run_epoch(hooks)
         self.check_finite()
+        control, done, planned = self._progress.control, self._state.global_step, self._state.max_steps
+        if done < planned and not (control.should_training_stop or control.should_epoch_stop):
+            logger.warning(
+                "the data ended after %d of %d updates: its loader has fewer batches than its length says, or a "
+                "callback ended epochs; the learning rate was that of a run of all of them",
+                done,
+                planned,
+            )
         self._beacon.call(f"{AFTER}training")
 
     def _run_epoch(self, hooks: LoopHooks) -> None:

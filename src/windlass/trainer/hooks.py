@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +97,14 @@ def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
 def has_evaluation_data(trainer: Trainer) -> bool:
     """Return True if there is an evaluation set, or a method of the script's own that may return one."""
     return trainer.eval_dataset is not None or bool(replaced(trainer, "get_eval_dataloader", "evaluate"))
+
+
+def evaluates_iterator(trainer: Trainer) -> bool:
+    """Return True if an evaluation set is one of Python's iterators, which do not begin again."""
+    sets = trainer.eval_dataset
+    given = sets.values() if isinstance(sets, Mapping) else [sets]
+    # Not `Iterator`: objects of a script whose __iter__ returns themselves may begin again there.
+    return any(isinstance(one, (GeneratorType, map, filter, zip, type(iter([])))) for one in given)
 
 
 def loss_hooks(trainer: Trainer, owner: type[Trainer]) -> LossHooks:
@@ -206,7 +215,7 @@ class TrainHooks:
         uncalled: what a script overrides and no run calls, with what to do instead.
         absent: methods of other trainers that a script's way to save calls, and that this one does not have.
         flops: the script's own `floating_point_ops`; None if that is the default.
-        has_evaluation_data: see the function of this name.
+        has_evaluation_data, evaluates_iterator: see the functions of these names.
         rehearses: evaluation is Windlass's own, so that `rehearse` finds the names of its metrics.
         saves_own_way: a script's `_save` or `_save_checkpoint` takes part in saving.
     """
@@ -229,6 +238,7 @@ class TrainHooks:
         own_flops = overrides(trainer, owner, "floating_point_ops")
         self.flops: Callable[[Any], float] | None = trainer.floating_point_ops if own_flops else None
         self.has_evaluation_data = has_evaluation_data(trainer)
+        self.evaluates_iterator = evaluates_iterator(trainer)
         self.rehearses = not overrides(trainer, owner, "evaluate", "evaluation_loop")
         self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
         # Overrides of older scripts take `(model, trial)`, and no time at which training began.

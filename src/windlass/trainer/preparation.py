@@ -271,7 +271,8 @@ def plan_run(
         progress = resumed_progress(checkpoint, source, size.accumulation, position)
     per_epoch = source.groups_per_epoch(size.accumulation)
     facts = Facts(
-        per_epoch, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden,
+        per_epoch, has_evaluation_data=hooks.has_evaluation_data,
+        evaluates_iterator=hooks.evaluates_iterator, overridden=hooks.overridden,
         uncalled=hooks.uncalled, absent=hooks.absent, resumed=progress, size=size, hidden_size=_width(hooks.model)
     )  # fmt: skip
     plan = resolve_run(args, call, facts)

@@ -40,7 +40,28 @@ def convert(values: Mapping[str, Any], training_keys: Collection[str], folder: P
     made.lose_rest(source, program.REASONS)
     if not _evaluates(made):
         made.put("data.eval_fraction", 0)  # a recipe holds out a part of the data by default
+    if made.get("data.eval_fraction") == 0 and not (made.get("data.eval") or made.get("data.eval_split")):
+        _drop_evaluations(made)
     return made
+
+
+_OF_EVALUATIONS = (
+    "eval_strategy",
+    "eval_steps",
+    "eval_on_start",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+)
+
+
+def _drop_evaluations(made: Conversion) -> None:
+    """Without data to evaluate on these programs do not evaluate, and a recipe that asks for it is refused."""
+    training = made.recipe.get("training", {})
+    for place, names in ((training, _OF_EVALUATIONS), (made.recipe, ("early_stopping",))):
+        for name in names:
+            if (value := place.pop(name, None)) not in (None, "no"):
+                made.lost[name] = value, "there is no data to evaluate on"
 
 
 def _program_of(values: Mapping[str, Any]) -> str:
