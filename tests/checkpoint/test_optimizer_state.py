@@ -127,6 +127,19 @@ def test_a_state_follows_the_dtype_of_its_parameters_as_in_torch(name: str) -> N
     assert equal(mine, theirs)
 
 
+def test_a_subclass_of_the_script_keeps_more_precise_moments_than_its_parameters() -> None:
+    class Precise(torch.optim.AdamW):
+        pass
+
+    model = model_of().bfloat16()
+    optimizer, loaded = (Precise(model.parameters()) for _ in range(2))
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, 1 / 3, dtype=torch.float32)
+    load_optimizer_state(loaded, model, save_optimizer_state(optimizer, model))
+    for parameter in model.parameters():
+        assert torch.equal(loaded.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
 def test_loading_keeps_objects_and_tensors() -> None:
     model, rate = model_of(), torch.tensor(0.25)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=rate, foreach=False)

@@ -341,9 +341,11 @@ def _load_parameter(
 
 def _as_computed_with(optimizer: torch.optim.Optimizer, parameter: Tensor, value: Any) -> Any:
     """A tensor in the dtype of the parameter, as `torch.optim` loads its own: its kernels take no other one beside it.
-    Counters stay, and what other optimizers keep in another dtype on purpose.
+    Counters stay, and what other optimizers keep in another dtype on purpose, a script's subclass of one of torch too.
     """
     kinds = {kind.__module__ for kind in type(optimizer).__mro__} - {torch.optim.Optimizer.__module__}
+    if not type(optimizer).__module__.startswith(("torch.optim.", "windlass.")):
+        return value
     if not any(kind.startswith("torch.optim.") for kind in kinds):
         return value
     if not isinstance(value, Tensor) or not value.is_floating_point():
