@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +267,25 @@ def test_an_override_that_sets_arguments_of_generation(tmp_path: Path) -> None:
     collate = DataCollatorForSeq2Seq(tokenizer())
     output: Any = Own(encoder_decoder(), args, collate, compute_metrics=exact_share).evaluate(pairs())
     assert output.predictions.shape[1] == 3
+
+
+@pytest.mark.parametrize("name", ["evaluate", "predict", "prediction_step", "_pad_tensors_to_max_len"])
+def test_a_method_copied_from_transformers_gives_the_same_text(name: str, tmp_path: Path) -> None:
+    import transformers.trainer_seq2seq as module
+
+    code = textwrap.indent(
+        textwrap.dedent(inspect.getsource(getattr(transformers.Seq2SeqTrainer, name))), "    "
+    )
+    made: dict[str, Any] = {**vars(module), "Trainer": Seq2SeqTrainer}
+    exec(f"class Mine(Trainer):\n{code}", made)
+    found = []
+    for cls in (Seq2SeqTrainer, made["Mine"]):
+        args = Seq2SeqTrainingArguments(**settings(tmp_path, generation_max_length=9))
+        trainer = cls(
+            encoder_decoder(), args, DataCollatorForSeq2Seq(tokenizer()), processing_class=tokenizer(),
+            compute_metrics=exact_share,
+        )  # fmt: skip
+        predicted = trainer.predict(pairs())
+        evaluated = trainer.evaluate(pairs(), max_length=6)
+        found.append((ids(predicted.predictions), ids(predicted.label_ids), evaluated["eval_common"]))
+    assert found[0] == found[1]

@@ -32,3 +32,27 @@ def test_without_accumulation_a_step_may_change_the_loss() -> None:
     step.returned(loss)
     step.decide(loss + 0.5, 1)
     assert step.by(1) == 1
+
+
+@pytest.mark.parametrize(("divisor", "first"), [(2, 3), (2, 2), (3, 3), (3, 2), (1, 1), (3, 1)])
+def test_which_of_two_numbers_divides_shows_in_a_shorter_update(divisor: int, first: int) -> None:
+    """`first` micro-batches are in the first update; 3 are asked for, and the last update has `shorter`."""
+    step = StepDivision(frozenset({"gradient_accumulation_steps", "current_gradient_accumulation_steps"}), 3)
+    shorter = min(divisor, 2)
+    for micro_batches in (first, 3, shorter, 3, shorter):
+        by = 3 if divisor == 3 else micro_batches
+        if not step.is_decided(micro_batches):
+            step.returned(1.0)
+            step.decide(1.0 / by, micro_batches)
+        assert step.by(micro_batches) == by
+    assert step.is_decided(1)
+    assert step.is_decided(2)
+
+
+def test_a_step_that_divides_in_some_updates_only_is_refused() -> None:
+    step = StepDivision(frozenset({"gradient_accumulation_steps", "current_gradient_accumulation_steps"}), 3)
+    step.returned(1.0)
+    step.decide(1.0 / 3, 3)
+    step.returned(1.0)
+    with pytest.raises(ModelError, match="neither that loss nor a part of 3 of it"):
+        step.decide(1.0, 2)

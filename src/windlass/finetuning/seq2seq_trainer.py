@@ -134,8 +134,10 @@ class Seq2SeqTrainer(Trainer):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _generating(self, gen_kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Within the body, generate with these arguments. The sets of a dict inherit those of the whole."""
-        return attributes_of(self, _gen_kwargs={**self._gen_kwargs, **gen_kwargs})
+        """Within the body, generate with these arguments. The sets of a dict inherit those of the whole. Overrides of
+        `prediction_step` read them, those of `args` too.
+        """
+        return attributes_of(self, _gen_kwargs=self._options(gen_kwargs))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """With `sortish_sampler`, the longest samples first; predictions keep the order of the dataset."""
@@ -168,7 +170,10 @@ class Seq2SeqTrainer(Trainer):
             labels = self._prepare_inputs(inputs)["labels"]
         generated = self._generate(self._prepare_inputs(inputs), options)
         width = self._width(options)
-        padded = [None if ids is None else self._pad(ids, width) for ids in (generated, labels)]
+        padded = [
+            self._pad_tensors_to_max_len(ids, width) if ids is not None and ids.shape[-1] < width else ids
+            for ids in (generated, labels)
+        ]
         return loss, padded[0], padded[1]
 
     def _options(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,10 +216,10 @@ class Seq2SeqTrainer(Trainer):
                 return int(most)
         return DEFAULT_LENGTH
 
-    def _pad(self, ids: Tensor, width: int) -> Tensor:
-        missing = width - ids.shape[-1]
-        # Asked for only where it is needed: a model without such a token may generate texts of one length.
-        return ids if missing <= 0 else nn.functional.pad(ids, (0, missing), value=self._pad_token())
+    def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
+        """Shorter token ids, padded to `max_length`; under the name that scripts call and override."""
+        # The token is asked for only here: a model without one may generate texts of one length.
+        return nn.functional.pad(tensor, (0, max_length - tensor.shape[-1]), value=self._pad_token())
 
     def _pad_token(self) -> int:
         holders = (self.processing_class, getattr(self.model, "generation_config", None), self.model.config)

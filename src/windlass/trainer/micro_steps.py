@@ -76,10 +76,11 @@ class MicroSteps(StepHooks):
         accumulation.micro_batches, accumulation.sync_gradients = len(update.batches), normaliser.last
         count = self._loss.count(normaliser.denominator) if self._needs_count else None
         try:
-            if (division is None or division.is_decided) and not self._is_watched:
-                self._step(batch, count)
+            looked_at = division is not None and not division.is_decided(len(update.batches))
+            if looked_at or self._is_watched:
+                self._observed_step(batch, count, division if looked_at else None)
             else:
-                self._observed_step(batch, count)
+                self._step(batch, count)
         except Exception as error:
             self._faults.explain(error, Fed("training", batch, update.ids[index]))
             raise
@@ -91,10 +92,10 @@ class MicroSteps(StepHooks):
             )
         return normaliser.share
 
-    def _observed_step(self, batch: Any, count: Tensor | None) -> None:
+    def _observed_step(self, batch: Any, count: Tensor | None, division: StepDivision | None) -> None:
         with contextlib.ExitStack() as stack:
-            if self._division is not None and not self._division.is_decided:
-                stack.enter_context(self._deciding(self._division))
+            if division is not None:
+                stack.enter_context(self._deciding(division))
             if self._is_watched:
                 stack.enter_context(self._loss.script.watching())
             self._step(batch, count)
@@ -145,26 +146,30 @@ class StepDivision:
     may divide; the first usable loss shows whether it does: the result of `compute_loss` is compared with what is
     passed to backward.
 
+    A step may name both numbers, as that of transformers does, which needs one of them for another engine alone. They
+    are the same but in a shorter last update, whose loss shows which of them it is.
+
     Args:
         names: those for the number of micro-batches in the code of the step.
         asked: the value of `gradient_accumulation_steps`.
-
-    Attributes:
-        is_decided: a usable loss was seen.
     """
 
     def __init__(self, names: frozenset[str], asked: int) -> None:
         self._names, self._asked = names, asked
-        self._divides, self.is_decided = False, False
+        self._divides = self._was_seen = False
         self._returned: Any = None
 
-    def by(self, micro_batches: int) -> int:
-        """The number by which the step divides in an update of so many micro-batches."""
-        return self._named(micro_batches) if self._divides else 1
+    def is_decided(self, micro_batches: int) -> bool:
+        """True if no loss needs to be looked at in an update of so many micro-batches."""
+        return self._was_seen and not (self._divides and len(self._numbers(micro_batches)) > 1)
 
-    def _named(self, micro_batches: int) -> int:
-        # The argument is the same number in a shorter last update.
-        return micro_batches if self._names == {CURRENT} else self._asked
+    def by(self, micro_batches: int) -> int:
+        """The number by which the step divides in an update of so many micro-batches, once that is decided."""
+        return max(self._numbers(micro_batches)) if self._divides else 1
+
+    def _numbers(self, micro_batches: int) -> set[int]:
+        """Those that the code names. The argument is the same number in a shorter last update."""
+        return {micro_batches if name == CURRENT else self._asked for name in self._names} or {micro_batches}
 
     def returned(self, result: Any) -> None:
         """Record the value that `compute_loss` returned."""
@@ -180,31 +185,35 @@ class StepDivision:
                     f"`training_step` names {min(self._names)} and computes its loss without `compute_loss`, so it is "
                     "not known if it divides by that number, which would be undone: compute the loss in `compute_loss`"
                 )
-            self.is_decided = True
+            self._was_seen = True
             return
         returned, given = _value(self._returned), _value(loss)
         self._returned = None
-        number = self._named(micro_batches) if self._names else micro_batches
-        # A division shows neither in 0 or NaN nor, in the single micro-batch of a shorter update, by 1: another loss
-        # decides.
-        if not math.isfinite(returned) or returned == 0.0 or (number == 1 and number != self._asked):
-            return
-        self._divides = number > 1 and math.isclose(given * number, returned, rel_tol=_TOLERANCE)
-        if self._divides and len(self._names) != 1:
+        if not math.isfinite(returned) or returned == 0.0:
+            return  # a division does not show in it: another loss decides
+        numbers = self._numbers(micro_batches)
+        visible = {number for number in numbers if number > 1 or self._divides}
+        found = [number for number in visible if math.isclose(given * number, returned, rel_tol=_TOLERANCE)]
+        if not found and visible != numbers and self._asked != 1:
+            return  # nor does one by 1, in the single micro-batch of a shorter update
+        if len(found) > 1 or (found and not self._names):
             raise ModelError(
-                f"`training_step` divides the loss by {number} before `self.accelerator.backward(loss)`, and its code "
-                f"{'names two numbers of' if self._names else 'does not name the number of'} micro-batches. Divide by "
-                "self.current_gradient_accumulation_steps alone, which is undone because the whole update is "
+                f"`training_step` divides the loss by {found[0]} before `self.accelerator.backward(loss)`, and its "
+                f"code {'names two numbers of' if self._names else 'does not name the number of'} micro-batches. "
+                "Divide by self.current_gradient_accumulation_steps alone, which is undone because the whole update is "
                 "normalised, or not at all (an intended factor belongs in `compute_loss`)"
             )
-        unseen = number > 1 and not self._divides and not math.isclose(given, returned, rel_tol=_TOLERANCE)
-        if self._names and unseen:
+        is_whole = not self._divides and math.isclose(given, returned, rel_tol=_TOLERANCE)
+        if self._names and visible and not found and not is_whole:
             raise ModelError(
                 f"`training_step` names {min(self._names)} and passes {given:.4g} to `self.accelerator.backward` where "
-                f"`compute_loss` returned {returned:.4g}: neither that loss nor a part of {number} of it, so it is not "
-                "known if the step divides by that number, which would be undone: compute all of it in `compute_loss`"
+                f"`compute_loss` returned {returned:.4g}: neither that loss nor a part of {max(numbers)} of it, so it "
+                "is not known if the step divides by that number, which would be undone: compute all of it in "
+                "`compute_loss`"
             )
-        self.is_decided = True
+        self._divides, self._was_seen = bool(found), True
+        if found and len(numbers) > 1:
+            self._names = frozenset({CURRENT}) if found == [micro_batches] else self._names - {CURRENT}
 
 
 def _value(loss: Any) -> float:
