@@ -274,5 +274,7 @@ def test_configurations_name_the_class_as_its_script_does(tmp_path: Path) -> Non
     sharded.__class__ = type("FSDPLlamaForCausalLM", (type(sharded),), {})  # as FSDP2 renames it
     other.config = transformers.LlamaConfig(**TEXT)
     for model, name in ((sharded, "LlamaForCausalLM"), (other, "Linear")):
+        before = vars(model.config).copy()
         write_configurations(model, tmp_path)
         assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [name]
+        assert vars(model.config) == before, "the script's own, of which it may make another model"

@@ -139,17 +139,19 @@ def write_configurations(model: nn.Module, folder: Path) -> None:
     """
     own: Any = model
     if not is_pretrained(model):
-        for part in _savable_configurations(model):
+        # Copies: those of the script stay as it made them.
+        for part in map(copy.copy, _savable_configurations(model)):
             if getattr(part, "architectures", False) is None:
                 part.architectures = [type(model).__name__]
             part.save_pretrained(str(folder))
         return
-    own.config.dtype = str(own.dtype).removeprefix("torch.")
+    config = copy.deepcopy(own.config)
+    config.dtype = str(own.dtype).removeprefix("torch.")
     # FSDP2 puts its name before that of the class.
-    own.config.architectures = [type(own).__name__.removeprefix("FSDP")]
+    config.architectures = [type(own).__name__.removeprefix("FSDP")]
     if own.is_remote_code():
-        _module("dynamic_module_utils").custom_object_save(own, str(folder), config=own.config)
-    own.config.save_pretrained(str(folder))
+        _module("dynamic_module_utils").custom_object_save(own, str(folder), config=config)
+    config.save_pretrained(str(folder))
     if own.can_generate():
         own.generation_config.save_pretrained(str(folder))
 
