@@ -124,26 +124,7 @@ class DividingByCurrent(OwnStep):
         return loss.detach()
 
 
-class NamingBoth(OwnStep):
-    """As transformers' present step does, which has the argument in a branch for another engine."""
-
-    by_argument = False
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        of_argument, of_update = (
-            self.args.gradient_accumulation_steps,
-            self.current_gradient_accumulation_steps,
-        )
-        self.accelerator.backward(loss / (of_argument if self.by_argument else of_update))
-        return loss.detach()
-
-
-class NamingBothByArgument(NamingBoth):
-    by_argument = True
-
-
-@pytest.mark.parametrize("kind", [DividingStep, DividingByCurrent, NamingBoth, NamingBothByArgument])
+@pytest.mark.parametrize("kind", [DividingStep, DividingByCurrent])
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_a_division_by_the_accumulation_is_undone(
     kind: type[Trainer], accumulation: int, folder: Path

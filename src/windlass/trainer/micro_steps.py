@@ -168,7 +168,7 @@ class StepDivision:
         return max(self._numbers(micro_batches)) if self._divides else 1
 
     def _numbers(self, micro_batches: int) -> set[int]:
-        """Those that the code names. The argument is the same number in a shorter last update."""
+        """The numbers that the code names. The argument is the same number in a shorter last update."""
         return {micro_batches if name == CURRENT else self._asked for name in self._names} or {micro_batches}
 
     def returned(self, result: Any) -> None:
