@@ -142,8 +142,7 @@ class Fetch:
             self._dataset_epoch.set(epoch)
         if self._quiet:
             with self._strict if isolate else self._watch as watch:
-                many = self._read_many or self._one_by_one
-                batch = self._collated(many(ids), ids, repeats)
+                batch = self._collated(self._read(ids), ids, repeats)
             if not watch.drew:
                 return batch
             self._quiet = False
@@ -154,6 +153,15 @@ class Fetch:
             random.random()
         with self._sandbox:
             return self._seeded(ids, repeats)
+
+    def _read(self, ids: list[int]) -> Any:
+        if self._read_many is None:
+            return self._one_by_one(ids)
+        try:
+            return self._read_many(ids)
+        except Exception as error:
+            error.add_note(f"raised while reading the samples {_listed(ids)} of {type(self._dataset).__name__}")
+            raise
 
     def _one_by_one(self, ids: list[int]) -> list[Any]:
         dataset, coming = self._dataset, iter(ids)
@@ -169,11 +177,12 @@ class Fetch:
         """Read and collate, seeding before each; the first batch shows if seeding is needed."""
         learning, epoch = self._quiet is None, self._epoch or 0
         drew, samples = False, []
-        # One at a time, also if the dataset reads many at once: each sample has a seed.
+        # One at a time, also if the dataset reads many at once: each sample has a seed. By the same method as without
+        # seeds, so that a dataset whose methods differ does not change with what its first batch drew.
         for place, index in enumerate(ids):
             seed_generators(derive_seed(STREAM_SAMPLE, self._seed, epoch, index, *_again(repeats, place)))
             before = fingerprint() if learning else None
-            samples += self._one_by_one([index])
+            samples += self._read([index])
             drew = drew or (learning and fingerprint() != before)
         seed_generators(derive_seed(STREAM_COLLATE, self._seed, epoch, ids[0], *_again(repeats, 0)))
         before = fingerprint() if learning else None
