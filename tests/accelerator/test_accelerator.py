@@ -184,6 +184,14 @@ def test_arguments_of_another_kind_are_named(argument: str, value: Any, words: s
         Accelerator(**options)
 
 
+def test_handlers_of_another_library_are_told_apart() -> None:
+    class GradScalerKwargs:
+        """Of the same name as ours."""
+
+    with pytest.raises(ConfigError, match=r"'GradScalerKwargs': is none of .* of windlass\.utils"):
+        Accelerator(kwargs_handlers=[GradScalerKwargs()], cpu=True)  # type: ignore[list-item]
+
+
 def test_the_private_lists_that_scripts_read() -> None:
     accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

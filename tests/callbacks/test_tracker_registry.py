@@ -12,6 +12,7 @@ from windlass.callbacks.tracker_registry import (
     filter_trackers,
     get_available_trackers,
     register_tracker_class,
+    trackers_of_run,
 )
 from windlass.core.errors import ConfigError
 from windlass.dist.beacon import beacon
@@ -92,6 +93,22 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert [problem.value for problem in error.value.problems] == ["wandbb", "tensorboard", "notes"]
     assert "wandb" in error.value.problems[0].fix
     assert "project_dir" in error.value.problems[1].fix
+
+
+def test_variables_that_ask_for_uploads_are_refused_where_the_tracker_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    monkeypatch.setenv("WANDB_WATCH", "False")
+    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "1")
+    assert trackers_of_run(["tensorboard"]) == ["tensorboard"]
+    with pytest.raises(
+        ConfigError, match="WANDB_LOG_MODEL='checkpoint': is not read; unset it, and keep weights"
+    ) as caught:
+        trackers_of_run(["tensorboard", "wandb"])
+    assert len(caught.value.problems) == 1
+    assert filter_trackers("wandb") == ["wandb"], "as accelerate, which reads none of them"
 
 
 def test_a_class_of_ones_own_goes_by_its_name(registered: dict[str, type[GeneralTracker]]) -> None:

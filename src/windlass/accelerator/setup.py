@@ -249,7 +249,9 @@ def _handlers(given: list[KwargsHandler]) -> tuple[Handlers, list[Problem]]:
         kind = handler.handles if isinstance(handler, KwargsHandler) else ""
         name = type(handler).__name__
         if not kind:
-            problems.append(Problem("kwargs_handlers", name, f"is not one of {', '.join(_HANDLERS)}"))
+            problems.append(
+                Problem("kwargs_handlers", name, f"is none of {', '.join(_HANDLERS)} of windlass.utils")
+            )
         elif kind in found:
             problems.append(Problem("kwargs_handlers", name, "is given twice; leave one out"))
         else:

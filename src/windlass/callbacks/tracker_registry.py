@@ -43,6 +43,19 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 }
 BUILT_IN = tuple(LOGGER_TYPE_TO_CLASS)
 
+# Variables by which transformers has a tracker store more than rows, with what to do instead.
+_UPLOADS = "keep weights by push_to_hub, or by an output_dir of remote storage"
+_UNREAD = {
+    "clearml": {"CLEARML_LOG_MODEL": _UPLOADS},
+    "comet_ml": {"COMET_LOG_ASSETS": _UPLOADS},
+    "dagshub": {"HF_DAGSHUB_LOG_ARTIFACTS": _UPLOADS},
+    "dvclive": {"HF_DVCLIVE_LOG_MODEL": _UPLOADS},
+    "mlflow": {"HF_MLFLOW_LOG_ARTIFACTS": _UPLOADS},
+    "swanlab": {"SWANLAB_LOG_MODEL": _UPLOADS},
+    "wandb": {"WANDB_LOG_MODEL": _UPLOADS, "WANDB_WATCH": "call `wandb.watch(model)` in the script"},
+}
+_OFF = ("", "false", "f", "no", "n", "off", "0")
+
 
 def get_available_trackers() -> list[str]:
     """Return the built-in trackers whose packages are installed, without services that take the runs of MLflow."""
@@ -99,10 +112,25 @@ def filter_trackers(
     return wanted
 
 
+def trackers_of_run(report_to: Iterable[str | GeneralTracker]) -> list[str | GeneralTracker]:
+    """As `filter_trackers`, for the trackers of a Trainer. Raises ConfigError also for variables of the environment
+    that ask for more than rows.
+    """
+    wanted = filter_trackers(list(report_to), logging_dir="", field="report_to")
+    names = [item if isinstance(item, str) else item.name for item in wanted]
+    unread = {variable: fix for name in names for variable, fix in _UNREAD.get(name, {}).items()}
+    given = {variable: os.environ.get(variable, "") for variable in unread}
+    refuse(
+        Problem(variable, value, f"is not read; unset it, and {unread[variable]}")
+        for variable, value in given.items()
+        if value.lower() not in _OFF
+    )
+    return wanted
+
+
 def check_trackers(report_to: Iterable[str] | None) -> None:
-    """Raise the errors of `filter_trackers` for the trackers of an argument `report_to`."""
-    names = [name for name in report_to or () if name != REPORT]
-    filter_trackers(names, logging_dir="", field="report_to")
+    """Raise the errors of `trackers_of_run` for the trackers of an argument `report_to`."""
+    trackers_of_run([name for name in report_to or () if name != REPORT])
 
 
 def _expanded(log_with: Any) -> Iterator[str | GeneralTracker]:

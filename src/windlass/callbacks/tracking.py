@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.callbacks.rows import Row, RowCallback, measured, revived
 from windlass.callbacks.tracker import GeneralTracker, RunFacts, end_reporting, reporting
-from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, filter_trackers
+from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, trackers_of_run
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control
 from windlass.core.events import TrainerState
@@ -39,7 +39,7 @@ class TrackingCallback(RowCallback):
         clock: returns seconds of a clock that is never set.
 
     Raises:
-        ConfigError: a name is not a tracker.
+        ConfigError: a name is not a tracker, or a variable of the environment asks for more than rows.
         MissingDependencyError: a tracker's package is not installed.
     """
 
@@ -51,7 +51,7 @@ class TrackingCallback(RowCallback):
     ) -> None:
         super().__init__()
         wanted = [trackers] if isinstance(trackers, str | GeneralTracker) else list(trackers)
-        self._wanted = filter_trackers(wanted, logging_dir="", field="report_to")
+        self._wanted = trackers_of_run(wanted)
         self._running: list[GeneralTracker] = []
         self._clock = clock
         # Trackers that the last metrics did not reach, by identity: two may have one name; when each is tried again

@@ -160,7 +160,9 @@ class Fetch:
         try:
             return self._read_many(ids)
         except Exception as error:
-            error.add_note(f"raised while reading the samples {_listed(ids)} of {type(self._dataset).__name__}")
+            error.add_note(
+                f"raised while reading the samples {_listed(ids)} of {type(self._dataset).__name__}"
+            )
             raise
 
     def _one_by_one(self, ids: list[int]) -> list[Any]:

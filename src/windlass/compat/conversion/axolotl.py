@@ -75,8 +75,8 @@ _NO_EFFECT = (
 REASONS = {
     "wandb_entity": "set the variable WANDB_ENTITY",
     "wandb_mode": "set the variable WANDB_MODE",
-    "wandb_watch": "set the variable WANDB_WATCH",
-    "wandb_log_model": "set the variable WANDB_LOG_MODEL",
+    "wandb_watch": "call `wandb.watch(model)` in a script",
+    "wandb_log_model": "weights are not uploaded to W&B: set training.push_to_hub",
     "mlflow_tracking_uri": "set the variable MLFLOW_TRACKING_URI",
     "unfrozen_parameters": "a recipe trains all weights or an adapter",
     "plugins": "they are parts of Axolotl",
