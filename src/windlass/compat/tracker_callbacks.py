@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from windlass.callbacks.tracking import TrackingCallback
+from windlass.core.optional import require
 
 
 class _OneTracker(type(TrackingCallback)):  # type: ignore[misc]
@@ -36,6 +37,12 @@ class _TrackerCallback(TrackingCallback, metaclass=_OneTracker):
         """The object of the tracker's own package for the open run; None if there is no open run."""
         return next((getattr(tracker, "tracker", None) for tracker in self.trackers), None)
 
+    # The names below with an underscore are those that subclasses of scripts read.
+
+    @property
+    def _initialized(self) -> bool:
+        return bool(self.trackers)
+
 
 class ClearMLCallback(_TrackerCallback):
     """Reports to ClearML."""
@@ -47,6 +54,10 @@ class CometCallback(_TrackerCallback):
     """Reports to Comet."""
 
     name = "comet_ml"
+
+    @property
+    def _experiment(self) -> Any:
+        return self._of_run()
 
 
 class DVCLiveCallback(_TrackerCallback):
@@ -64,6 +75,10 @@ class MLflowCallback(_TrackerCallback):
     """Reports to MLflow."""
 
     name = "mlflow"
+
+    @property
+    def _ml_flow(self) -> Any:
+        return require("mlflow", "report to mlflow")
 
 
 class SwanLabCallback(_TrackerCallback):
@@ -101,6 +116,10 @@ class WandbCallback(_TrackerCallback):
     """Reports to Weights & Biases."""
 
     name = "wandb"
+
+    @property
+    def _wandb(self) -> Any:
+        return require("wandb", "report to wandb")
 
 
 INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {
