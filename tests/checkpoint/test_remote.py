@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.spec import AbstractFileSystem
 from tests.checkpoint.faults import CountingFiles, state_of
 
 from windlass.checkpoint import history
@@ -221,6 +222,29 @@ def test_a_folder_that_cannot_be_reached_is_no_empty_one(tmp_path: Path, url: st
     Faulty.arm(1)
     with pytest.raises(CheckpointError, match=r"remote folder cannot be read.*the line is dead"):
         newest(tmp_path / "a", url)
+
+
+def test_a_manifest_that_cannot_be_asked_for_is_not_absent(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`isfile` of the file systems of services returns False for every error."""
+    save(tmp_path / "a", url, 1)
+    store = store_at(tmp_path / "b", url)
+    system, info = store.mirror.remote._system, store.mirror.remote._system.info
+
+    def dead(path: str) -> dict[str, object]:
+        if str(path).endswith("manifest.json"):
+            raise ConnectionError("the line is dead")
+        found: dict[str, object] = info(path)
+        return found
+
+    monkeypatch.setattr(system, "info", dead)
+    monkeypatch.setattr(system, "isfile", lambda path: AbstractFileSystem.isfile(system, path))
+    with pytest.raises(CheckpointError, match=r"remote folder cannot be read.*the line is dead"):
+        store.is_fresh()
+    # A step that is saved again must not take the folder of the whole one for the rest of an upload.
+    assert CheckpointManager(store).save(1, Content({"optimizer": state_of(2)}), meta={}) is None
+    assert newest(tmp_path / "c", url).shared("optimizer")["step"] == 1
 
 
 def test_retention_reaches_what_another_machine_saved(tmp_path: Path, url: str) -> None:

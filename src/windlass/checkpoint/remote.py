@@ -76,7 +76,12 @@ class RemoteFolder:
     def has(self, name: str) -> bool:
         with self._doing("look for", name):
             self._system.invalidate_cache()
-            return bool(self._system.isfile(self._at(name)))
+            try:
+                # Not `isfile`, which returns False for any error, too: a whole checkpoint would be taken for the rest
+                # of an interrupted upload, and removed.
+                return bool(self._system.info(self._at(name))["type"] != "directory")
+            except (FileNotFoundError, NotADirectoryError):
+                return False
 
     def put(self, source: Path, name: str) -> None:
         """Upload a file, and check its length there."""

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from windlass.callbacks.tracking import TrackingCallback
-from windlass.core.optional import require
 
 
 class _OneTracker(type(TrackingCallback)):  # type: ignore[misc]
@@ -37,7 +36,11 @@ class _TrackerCallback(TrackingCallback, metaclass=_OneTracker):
         """The object of the tracker's own package for the open run; None if there is no open run."""
         return next((getattr(tracker, "tracker", None) for tracker in self.trackers), None)
 
-    # The names below with an underscore are those that subclasses of scripts read.
+    def _package(self) -> Any:
+        kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
+        return kind(None).package
+
+    # `_initialized`, and names like it below, are what subclasses of scripts read.
 
     @property
     def _initialized(self) -> bool:
@@ -78,7 +81,7 @@ class MLflowCallback(_TrackerCallback):
 
     @property
     def _ml_flow(self) -> Any:
-        return require("mlflow", "report to mlflow")
+        return self._package()
 
 
 class SwanLabCallback(_TrackerCallback):
@@ -119,7 +122,7 @@ class WandbCallback(_TrackerCallback):
 
     @property
     def _wandb(self) -> Any:
-        return require("wandb", "report to wandb")
+        return self._package()
 
 
 INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {
