@@ -39,12 +39,14 @@ class Row:
     x: torch.Tensor
 
 
-def test_values_of_numpy_images_and_dataclasses_are_told_apart() -> None:
+def test_values_of_numpy_images_dataclasses_and_sparse_tensors_are_told_apart() -> None:
     # A stream of `datasets` in the format "numpy" returns the first, and streams of images the last but one: taken for
     # equal, the parts of a stream that splits itself would be dealt again.
     samples: list[Any] = [
         {"x": np.int64(1)}, {"x": np.int64(2)}, np.bool_(True), np.bool_(False),
         (Picture(b"one"), 0), (Picture(b"two"), 0), Row(torch.ones(1)), Row(torch.zeros(1)), bytearray(b"three"),
+        torch.eye(2).to_sparse(), (2 * torch.eye(2)).to_sparse(), torch.eye(3).to_sparse_csr(),
+        *(torch.nested.nested_tensor([x], layout=torch.jagged) for x in (torch.ones(2), torch.zeros(2))),
     ]  # fmt: skip
     marks = [checksum(sample) for sample in samples]
     assert len(set(marks)) == len(marks)

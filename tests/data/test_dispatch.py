@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.dist.launch import Started
 
+from windlass.core.errors import DataError
 from windlass.data.dispatch import _cut
 
 SCRIPT = Path(__file__).with_name("prepared_death_ranks.py")
@@ -49,3 +50,6 @@ def test_a_batch_is_cut_with_its_lists_of_samples() -> None:
     assert part["pair"][1] == "all"
     assert part["scale"] == 2
     assert part["weights"].tolist() == [1.0, 2.0]
+    # Weights of classes, say, of which every rank would get others.
+    with pytest.raises(DataError, match=r"4 samples.*\[3\].*split_batches=False"):
+        _cut({**batch, "weights": np.arange(3.0)}, slice(1, 3), process_index=0, num_processes=2)

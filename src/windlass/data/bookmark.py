@@ -33,6 +33,11 @@ def checksum(sample: Any, begun: int = 0) -> int:
             begun = checksum(value, begun)
         return begun
     if isinstance(sample, torch.Tensor):
+        if sample.is_nested:
+            return checksum(sample.unbind(), begun)
+        if sample.layout != torch.strided:  # sparse, of any kind
+            filled = sample.detach().to_sparse().coalesce()
+            return checksum([filled.indices(), filled.values()], begun)
         # As bits: NumPy has no bfloat16.
         content = bits_of(sample.detach().cpu()).numpy().tobytes()
         return zlib.crc32(content, zlib.crc32(str(sample.dtype).encode(), begun))

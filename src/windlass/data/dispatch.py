@@ -190,13 +190,19 @@ class Dispatched:
 def _cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
     """Slice the first axis of every tensor and array, and lists with one entry per sample.
 
-    Other values are sent to all ranks.
+    Other values are sent to all ranks. Raises DataError for tensors whose first axes differ.
     """
     # A list of another length is one value for the batch, such as names of classes.
     count = batch_size_of(batch)
 
     def has_rows(piece: Any) -> bool:
         if isinstance(piece, torch.Tensor | np.ndarray):
+            if piece.ndim > 0 and len(piece) != count:
+                raise DataError(
+                    f"split_batches=True cuts the first axis of all tensors of a batch, here of {count} samples, and "
+                    f"one has the shape {list(piece.shape)}: each rank would get another part of it. Let whole batches "
+                    "be dealt instead (split_batches=False), or cut them yourself (slice_fn_for_dispatch)"
+                )
             return piece.ndim > 0
         return isinstance(piece, list) and len(piece) == count and next(tensors_in(piece), None) is None
 
