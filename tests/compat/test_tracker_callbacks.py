@@ -54,7 +54,9 @@ def test_a_subclass_extends_setup_and_uses_the_writer(tmp_path: Path) -> None:
     class Texts(ours.TensorBoardCallback):
         def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
             assert self.tb_writer is None
+            assert not self._initialized
             super().setup(args, state, model, **kwargs)
+            assert self._initialized
             self.tb_writer.add_text("about", type(model).__name__)
 
     args = TrainingArguments(
@@ -66,6 +68,12 @@ def test_a_subclass_extends_setup_and_uses_the_writer(tmp_path: Path) -> None:
     files = list(tmp_path.rglob("events.out.tfevents.*"))
     assert any(b"Regression" in file.read_bytes() for file in files)
     texts.tb_writer.close()
+
+
+def test_subclasses_reach_the_package(tmp_path: Path) -> None:
+    """As the guide of W&B does, to add tables to a run."""
+    wandb = pytest.importorskip("wandb")
+    assert ours.WandbCallback()._wandb is wandb
 
 
 class Regression(torch.nn.Module):

@@ -36,6 +36,16 @@ class _TrackerCallback(TrackingCallback, metaclass=_OneTracker):
         """The object of the tracker's own package for the open run; None if there is no open run."""
         return next((getattr(tracker, "tracker", None) for tracker in self.trackers), None)
 
+    def _package(self) -> Any:
+        kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
+        return kind(None).package
+
+    # `_initialized`, and names like it below, are what subclasses of scripts read.
+
+    @property
+    def _initialized(self) -> bool:
+        return bool(self.trackers)
+
 
 class ClearMLCallback(_TrackerCallback):
     """Reports to ClearML."""
@@ -47,6 +57,10 @@ class CometCallback(_TrackerCallback):
     """Reports to Comet."""
 
     name = "comet_ml"
+
+    @property
+    def _experiment(self) -> Any:
+        return self._of_run()
 
 
 class DVCLiveCallback(_TrackerCallback):
@@ -64,6 +78,10 @@ class MLflowCallback(_TrackerCallback):
     """Reports to MLflow."""
 
     name = "mlflow"
+
+    @property
+    def _ml_flow(self) -> Any:
+        return self._package()
 
 
 class SwanLabCallback(_TrackerCallback):
@@ -101,6 +119,10 @@ class WandbCallback(_TrackerCallback):
     """Reports to Weights & Biases."""
 
     name = "wandb"
+
+    @property
+    def _wandb(self) -> Any:
+        return self._package()
 
 
 INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {
