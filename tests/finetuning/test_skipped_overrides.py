@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.finetuning import small
 from tests.finetuning.preferences import pairs, settings
+from tests.finetuning.trainers import trainer_of
+from tests.said import listening
 
 import windlass
 from windlass.core.errors import ConfigError
@@ -37,6 +40,32 @@ def test_every_method_of_trl_s_trainers_is_here_or_its_override_refused(kind: st
     for name in absent:
         with pytest.raises(ConfigError, match=f"{name}='overridden': {kind}Trainer would never call it"):
             subclass(kind, name)("no model is opened", train_dataset=[{"text": "a"}])
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_columns_that_a_script_keeps_and_prepared_rows_lack_are_refused(kind: str, tmp_path: Path) -> None:
+    def added(self: Any) -> None:
+        type(self).__mro__[1]._set_signature_columns_if_needed(self)
+        self._signature_columns.append("weight")
+
+    cls = type("Mine", (getattr(windlass, f"{kind}Trainer"),), {"_set_signature_columns_if_needed": added})
+    rows = [{**row, "weight": 2.0} for row in (small.texts(4) if kind == "SFT" else pairs(4))]
+    args = small.arguments(tmp_path) if kind == "SFT" else settings(tmp_path)
+    trainer = cls(small.model(), args=args, train_dataset=rows, processing_class=small.tokenizer())
+    with pytest.raises(ConfigError, match=r"_set_signature_columns_if_needed=\['weight'\]: prepared rows"):
+        trainer.train()
+
+
+def test_a_collator_of_the_script_s_own_gets_no_other_columns_and_that_is_said(tmp_path: Path) -> None:
+    rows = [{**row, "weight": 2.0} for row in small.texts(4)]
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([sample["input_ids"][:1] for sample in samples])
+        return {"input_ids": ids, "labels": ids}
+
+    with listening() as said:
+        trainer_of(tmp_path, rows, data_collator=collate, remove_unused_columns=False).get_train_dataloader()
+    assert any("the data collator gets no text, weight: " in line for line in said)
 
 
 def test_what_a_loss_of_the_script_s_own_calls_is_its_own(tmp_path: Path) -> None:

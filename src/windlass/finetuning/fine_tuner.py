@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from windlass.core.errors import ModelError
-from windlass.core.logs import get_job_logger
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.types import IGNORED, EvalLoopOutput, TrainOutput
 from windlass.dist import operations
 from windlass.finetuning.mean_figures import Extremes, MeanFigures, Sums, UpdateBorders
@@ -180,6 +180,22 @@ class FineTuner(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = list(self.COLUMNS)
+
+    def _used_columns(self) -> list[str]:
+        """As `Trainer._used_columns`; refuses columns that a script keeps and the preparation of the rows did not."""
+        used = super()._used_columns()
+        lost = sorted(self._data.given.difference(self.COLUMNS))
+        if asked := [column for column in lost if column in used]:
+            fix = (
+                "prepared rows do not have these columns; prepare the rows yourself, and train with `Trainer`"
+            )
+            raise ConfigError(Problem("_set_signature_columns_if_needed", asked, fix))
+        if lost and not used and not type(self.data_collator).__module__.startswith("windlass."):
+            warn_once(
+                logger,
+                f"the data collator gets no {', '.join(lost)}: prepared rows do not have these columns",
+            )
+        return used
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

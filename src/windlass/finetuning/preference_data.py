@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from windlass.core.errors import ConfigError, Problem
-from windlass.finetuning.sft_data import image_columns
+from windlass.finetuning.sft_data import columns_of, image_columns
 from windlass.text.forms import naming_dataset, place_of
 from windlass.text.pair_encoder import PairOptions, PairRows
 from windlass.text.prepare_pairs import prepare_pairs, within
@@ -31,6 +31,9 @@ class PreferenceData:
     arrange: Callable[[Any], Any] = lambda rows: rows  # gives a dataset the columns that are prepared
     # Name of a dataset -> counts of its preparation; streams have none
     summaries: dict[str, TextSummary] = field(default_factory=dict)
+    given: set[str] = field(
+        default_factory=set
+    )  # columns of what was prepared; most are not in prepared rows
 
     def prepare(self, dataset: Any, name: str) -> Any:
         """Return rows of tokens, or a stream of them. Rows that are prepared already stay as they are.
@@ -49,6 +52,7 @@ class PreferenceData:
         if images := sorted(image_columns(dataset)):
             fix = "holds images, and preferences are trained on text alone: remove the column"
             raise ConfigError(Problem(f"{name}_dataset", images, fix))
+        self.given.update(columns_of(dataset))
         with naming_dataset(name):
             dataset = self.arrange(dataset)
             found = prepare_pairs(

@@ -40,6 +40,9 @@ class SFTData:
     images: ImageProcessing | None = None
     # Name of a dataset -> counts of its preparation; streams have none
     summaries: dict[str, TextSummary] = field(default_factory=dict)
+    given: set[str] = field(
+        default_factory=set
+    )  # columns of what was prepared; most are not in prepared rows
 
     def prepare(self, dataset: Any, name: str, packing: bool) -> Any:
         """Return a dataset with the columns `input_ids` and `labels`, and `seq_lengths` if rows are packed by best fit.
@@ -58,6 +61,7 @@ class SFTData:
         if isinstance(dataset, DatasetMixture):
             return dataset.map_sources(lambda source, rows: self.prepare(rows, f"{name} {source}", packing))
         _check_transform(dataset)
+        self.given.update(columns_of(dataset).difference({*_MASKS, "attention_mask"}))
         completion_only = trains_on_completions(self.args, dataset, self.formatting_func is not None)
         options = text_options(self.args, packing, completion_only, self.formatting_func)
         found = prepare_kept(dataset, self.tokenizer, options, name, not self.args.disable_tqdm, self.images)

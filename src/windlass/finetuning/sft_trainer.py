@@ -29,7 +29,7 @@ from windlass.transforms.lean_loss import lean_causal_lm_loss
 from windlass.transforms.linear_cross_entropy import LossOptions
 from windlass.transforms.model_limits import ModelLimits
 
-_COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
+_COLUMNS = ("input_ids", "labels", "seq_lengths", "images")
 _FOR_OWN_COLLATORS = ("image", "messages", "prompt", "completion")  # of rows with images
 
 
@@ -59,6 +59,7 @@ class SFTTrainer(FineTuner):
 
     args: SFTConfig
     TAGS = ("windlass", "sft")
+    COLUMNS = (*_COLUMNS, *_FOR_OWN_COLLATORS)
 
     def __init__(
         self,
