@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from array import array
 from collections.abc import Mapping
@@ -14,14 +15,21 @@ import torch
 from windlass.core.tensors import bits_of
 from windlass.data.datasets_nodes import has_shuffle_buffer
 
+_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), bool)
 
-def checksum(sample: Any, begun: int = 0) -> int:
+
+def checksum(sample: Any, begun: int = 0, within: bool = False) -> int:
     """A 32-bit number of the content of a sample, the same in any process: another one if the content differs, but for
-    chance. Of objects of unknown types it holds the name of the type alone.
+    chance. An object of an unknown type counts with its attributes; `within` one, others count with their type alone,
+    because objects may lead in a circle.
     """
+    # Not `hash`, which Python salts for text in each process.
+    if type(sample) in _PLAIN:
+        return zlib.crc32(repr(sample).encode(), begun)
+    again = functools.partial(checksum, within=within)
     if isinstance(sample, Mapping):
         for name, value in sample.items():
-            begun = checksum(value, checksum(name, begun))
+            begun = again(value, again(name, begun))
         return begun
     if isinstance(sample, (list, tuple)):
         try:
@@ -30,28 +38,32 @@ def checksum(sample: Any, begun: int = 0) -> int:
         except (TypeError, OverflowError):
             pass
         for value in sample:
-            begun = checksum(value, begun)
+            begun = again(value, begun)
         return begun
     if isinstance(sample, torch.Tensor):
         if sample.is_nested:
-            return checksum(sample.unbind(), begun)
+            return again(sample.unbind(), begun)
         if sample.layout != torch.strided:  # sparse, of any kind
             filled = sample.detach().to_sparse().coalesce()
-            return checksum([filled.indices(), filled.values()], begun)
+            return again([filled.indices(), filled.values()], begun)
+        # Callers let the host wait only for an accelerator's tensors that they see, and those of an object they do not.
+        unread = sample.is_meta or (within and sample.device.type != "cpu")
         # As bits: NumPy has no bfloat16.
-        content = bits_of(sample.detach().cpu()).numpy().tobytes()
+        content = b"" if unread else bits_of(sample.detach().cpu()).numpy().tobytes()
         return zlib.crc32(content, zlib.crc32(str(sample.dtype).encode(), begun))
     if isinstance(sample, np.ndarray) and sample.dtype.hasobject:
-        return checksum(sample.tolist(), begun)  # its bytes are addresses
+        return again(sample.tolist(), begun)  # its bytes are addresses
     if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
-        return checksum([getattr(sample, item.name) for item in dataclasses.fields(sample)], begun)
+        return again([getattr(sample, item.name) for item in dataclasses.fields(sample)], begun)
     content_of = getattr(sample, "tobytes", None)  # of arrays and values of NumPy, and of images of PIL
     if callable(content_of):
         return zlib.crc32(content_of(), begun)
-    # Not `hash`, which Python salts for text in each process.
-    known = isinstance(sample, (str, bytes, bytearray, int, float, complex, type(None)))
+    if isinstance(sample, _PLAIN):
+        return zlib.crc32(repr(sample).encode(), begun)
     # The text of any other object may hold its address.
-    return zlib.crc32(repr(sample if known else type(sample).__name__).encode(), begun)
+    begun = zlib.crc32(repr(type(sample).__name__).encode(), begun)
+    attributes = {} if within or isinstance(sample, type) else getattr(sample, "__dict__", {})
+    return checksum(attributes, begun, within=True)
 
 
 WITNESSES = 4  # samples that are compared: enough to show samples that a buffer lost
