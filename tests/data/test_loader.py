@@ -225,14 +225,16 @@ def test_samples_that_are_no_dicts_come_as_pytorch_collates_them(samples: list[A
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_batched_reads_are_used_while_nothing_draws() -> None:
+def test_batched_reads_are_used_whether_anything_draws_or_not() -> None:
     class Batched(Numbers):
         def __getitems__(self, indices: list[int]) -> list[int]:
-            return list(indices)
+            asked.append(len(indices))
+            return [index + 100 for index in indices]
 
-    dataset = Batched(20)
-    assert sorted(i for batch in train_loader(dataset, 2) for i in batch) == list(range(20))
-    assert dataset.reads == 2, "only the first batch is read one by one, to learn whether the samples draw"
+    asked: list[int] = []
+    batches = list(train_loader(Batched(20), 2))
+    assert sorted(i for batch in batches for i in batch) == list(range(100, 120))
+    assert asked == [1, 1, *[2] * 9], "the first batch is read one by one, to learn whether the samples draw"
 
 
 def test_drop_last_leaves_the_incomplete_row_out() -> None:

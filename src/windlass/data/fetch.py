@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -114,7 +115,9 @@ class Fetch:
 
     def _bind(self) -> None:
         self._dataset_epoch = DatasetEpoch.of(self._dataset)
-        self._read_many: Callable[[list[int]], Any] | None = getattr(self._dataset, "__getitems__", None)
+        self._read_many: Callable[[list[int]], Any] | None = None
+        if (many := getattr(self._dataset, "__getitems__", None)) is not None:
+            self._read_many = partial(_read_many, many, type(self._dataset).__name__)
         self._reseed_collator = collator_reseeder(self._collate)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,12 +171,15 @@ class Fetch:
     def _seeded(self, ids: list[int], repeats: Sequence[int]) -> Any:
         """Read and collate, seeding before each; the first batch shows if seeding is needed."""
         learning, epoch = self._quiet is None, self._epoch or 0
-        drew, samples = False, []
-        # One at a time, also if the dataset reads many at once: each sample has a seed.
+        drew = False
+        samples: list[Any] = []
+        # One at a time, also if the dataset reads many at once: each sample has a seed. By the same method as without
+        # seeds, so that a dataset whose methods differ does not change with what its first batch drew.
+        many = self._read_many or self._one_by_one
         for place, index in enumerate(ids):
             seed_generators(derive_seed(STREAM_SAMPLE, self._seed, epoch, index, *_again(repeats, place)))
             before = fingerprint() if learning else None
-            samples += self._one_by_one([index])
+            samples += many([index])
             drew = drew or (learning and fingerprint() != before)
         seed_generators(derive_seed(STREAM_COLLATE, self._seed, epoch, ids[0], *_again(repeats, 0)))
         before = fingerprint() if learning else None
@@ -190,6 +196,14 @@ class Fetch:
         except Exception as error:
             error.add_note(f"raised while collating the samples {_listed(ids)}")
             raise
+
+
+def _read_many(read: Callable[[list[int]], Any], kind: str, ids: list[int]) -> Any:
+    try:
+        return read(ids)
+    except Exception as error:
+        error.add_note(f"raised while reading the samples {_listed(ids)} of {kind}")
+        raise
 
 
 def _again(repeats: Sequence[int], place: int) -> tuple[int, ...]:
