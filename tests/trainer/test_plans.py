@@ -126,3 +126,14 @@ def test_a_wrong_argument_is_refused_wherever_the_plan_is_made(tmp_path: Path) -
     for call in (trainer.train, trainer.evaluate, trainer.create_optimizer):
         with pytest.raises(ConfigError, match="learning_rate"):
             call()
+
+
+def test_a_precision_that_is_assigned_later_is_refused(
+    tmp_path: Path,
+) -> None:
+    """The Accelerator of the Trainer would compute in the first one, and the logs would name the other."""
+    trainer = made(tmp_path)
+    trainer.args.bf16 = True
+    for call in (trainer.train, trainer.evaluate, trainer.create_accelerator_and_postprocess):
+        with pytest.raises(ConfigError, match=r"mixed precision 'bf16'.*made with mixed precision 'no'"):
+            call()

@@ -7,6 +7,7 @@ from typing import Any
 from windlass.assemble.resolve import resolve_call
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import CallPlan
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World
 
 
@@ -27,6 +28,7 @@ class Plans:
     def __init__(self, world: World) -> None:
         self._world, self._in_backward = world, False
         self._plan: CallPlan | None = None
+        self._computing: str | None = None  # the precision of the Accelerator, once it is made
         # What the plan was made of: the arguments and their values, compared by identity.
         self._planned: TrainingArguments | None = None
         self._values: dict[str, Any] = {}
@@ -49,8 +51,20 @@ class Plans:
         plan = self._plan
         if plan is None or args is not self._planned or not self._unchanged(vars(args)):
             plan = resolve_call(args, self._world, self._in_backward)
+            if plan.precision.word != (self._computing or plan.precision.word):
+                fix = (
+                    f"the Trainer was made with mixed precision {self._computing!r}, and its Accelerator computes in "
+                    "that: set bf16, fp16 and fp8 before, or make another Trainer"
+                )
+                raise ConfigError(Problem("args", f"mixed precision {plan.precision.word!r}", fix))
             self._plan, self._planned, self._values = plan, args, dict(vars(args))
         return plan
+
+    def computes_in(self, precision: str) -> None:
+        """Hold later plans to the precision of the Accelerator, a word of `mixed_precision`: what runs in it would not
+        change with the arguments.
+        """
+        self._computing = precision
 
     def _unchanged(self, values: dict[str, Any]) -> bool:
         known = self._values

@@ -67,6 +67,7 @@ def open_accelerator(session: Session, plans: Plans) -> tuple[TrainerEngine, Acc
     given, precision = plans.args, plans.present.precision
     config = read(given.accelerator_config)
     check_precision(precision, session.device, evaluated_in=plans.present.evaluations.cast)
+    plans.computes_in(precision.word)
     autocast = autocast_context(precision, session.device)
     engine = TrainerEngine(lambda: plans.present.dist, autocast)
     accumulation = config.accumulation(given.gradient_accumulation_steps)
