@@ -31,9 +31,8 @@ class PreferenceData:
     arrange: Callable[[Any], Any] = lambda rows: rows  # gives a dataset the columns that are prepared
     # Name of a dataset -> counts of its preparation; streams have none
     summaries: dict[str, TextSummary] = field(default_factory=dict)
-    given: set[str] = field(
-        default_factory=set
-    )  # columns of what was prepared; most are not in prepared rows
+    # Columns of what was prepared; most are not in prepared rows
+    given: set[str] = field(default_factory=set)
 
     def prepare(self, dataset: Any, name: str) -> Any:
         """Return rows of tokens, or a stream of them. Rows that are prepared already stay as they are.

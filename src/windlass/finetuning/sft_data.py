@@ -40,9 +40,8 @@ class SFTData:
     images: ImageProcessing | None = None
     # Name of a dataset -> counts of its preparation; streams have none
     summaries: dict[str, TextSummary] = field(default_factory=dict)
-    given: set[str] = field(
-        default_factory=set
-    )  # columns of what was prepared; most are not in prepared rows
+    # Columns of what was prepared; most are not in prepared rows
+    given: set[str] = field(default_factory=set)
 
     def prepare(self, dataset: Any, name: str, packing: bool) -> Any:
         """Return a dataset with the columns `input_ids` and `labels`, and `seq_lengths` if rows are packed by best fit.
