@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,18 @@ class Node:
         self.value, self.others = torch.tensor(value), [self]
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
 def test_objects_are_known_by_their_attributes_and_may_lead_in_a_circle() -> None:
     """Taken for equal, the parts of a stream of graphs that splits itself would be dealt again, and half of it lost."""
     assert checksum(Node(1.0)) == checksum(Node(1.0))
     assert checksum({"graph": Node(1.0)}) != checksum({"graph": Node(2.0)})
+    assert checksum(Slotted(1.0)) != checksum(Slotted(2.0))
+    shown = Path("a")
+    before = checksum(shown), str(shown)  # the text is kept in the path
+    assert before[0] == checksum(shown) != checksum(Path("b"))

@@ -27,6 +27,10 @@ def _experts() -> Any:
     )
 
 
+def _base(kind: str) -> Any:
+    return _experts() if kind == "experts" else small.model(tie_word_embeddings=kind == "tokens")
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "gaussian": {"init_lora_weights": "gaussian"},
     "pissa": {"init_lora_weights": "pissa"},
@@ -36,6 +40,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "loraplus": {},
     "whole modules": {"modules_to_save": ["lm_head"]},
+    # One weight under two names: the model's head is tied to its embedding.
+    "tokens": {"trainable_token_indices": [5, 6]},
     "experts": {"target_modules": "all-linear"},
 }
 
@@ -46,7 +52,7 @@ def _trainer(folder: Path, kind: str) -> Any:
     return trainer_of(
         folder,
         small.texts(12),
-        model=_experts() if kind == "experts" else small.model(),
+        model=_base(kind),
         peft_config=peft.LoraConfig(**options),
         max_steps=4,
         save_strategy="steps",
@@ -76,7 +82,7 @@ def test_it_resumes_to_the_bit_and_merges(kind: str, tmp_path: Path) -> None:
     ids = torch.arange(3, 15)[None]
     whole.model.eval()
     logits = whole.model(input_ids=ids).logits
-    base = _experts() if kind == "experts" else small.model()
+    base = _base(kind)
     again = peft.PeftModel.from_pretrained(base, str(tmp_path / "checkpoint-4")).eval()
     torch.testing.assert_close(again(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
     merged = whole.model.merge_and_unload()

@@ -80,11 +80,12 @@ class Adapter:
         """Dtype, shape and checksum of every frozen weight, by canonical name. Collective if they are sharded; one at a
         time is gathered.
         """
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        # Without a trained weight's further names, under which peft does not save it.
+        untrained = {n for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         frozen = {
             name: tensor
             for name, tensor in values_of(self.model).items()
-            if name not in self.names and name in parameters
+            if name not in self.names and name in untrained
         }
         short = canonical_names(frozen)
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import zlib
 from array import array
 from collections.abc import Mapping
@@ -58,11 +59,14 @@ def checksum(sample: Any, begun: int = 0, within: bool = False) -> int:
     content_of = getattr(sample, "tobytes", None)  # of arrays and values of NumPy, and of images of PIL
     if callable(content_of):
         return zlib.crc32(content_of(), begun)
+    if isinstance(sample, os.PathLike):  # has its text only once that was asked for
+        return again(os.fspath(sample), begun)
     if isinstance(sample, _PLAIN):
         return zlib.crc32(repr(sample).encode(), begun)
     # The text of any other object may hold its address.
     begun = zlib.crc32(repr(type(sample).__name__).encode(), begun)
-    attributes = {} if within or isinstance(sample, type) else getattr(sample, "__dict__", {})
+    # Python's own, which has slots too; a class of the script's may return its state in another form.
+    attributes = None if within or isinstance(sample, type) else object.__getstate__(sample)
     return checksum(attributes, begun, within=True)
 
 
