@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.trainer.small import Net, arguments, rows
 
-from windlass import Trainer
+from windlass import Trainer, TrainerCallback
 from windlass.config.plan import CallPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
@@ -137,3 +137,19 @@ def test_a_precision_that_is_assigned_later_is_refused(
     for call in (trainer.train, trainer.evaluate, trainer.create_accelerator_and_postprocess):
         with pytest.raises(ConfigError, match=r"mixed precision 'bf16'.*made with mixed precision 'no'"):
             call()
+
+
+def test_what_a_callback_assigns_in_vain_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers reads some of them in each step or save; here a run has one plan."""
+
+    class Assigning(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            args.max_grad_norm, args.save_total_limit = 0.25, 2
+
+    trainer = made(tmp_path, logging_steps=1, max_steps=3)
+    trainer.add_callback(Assigning())
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if "was changed from" in record.getMessage()]
+    assert [line.partition(" was")[0] for line in said] == ["args.max_grad_norm", "args.save_total_limit"]

@@ -39,7 +39,20 @@ _OF_THIS_RUN = (
     *TrainerState.PER_PROCESS,
 )
 # Arguments that scripts of transformers change while a run trains, in vain here.
-_READ_ONCE = ("gradient_accumulation_steps", "max_grad_norm")
+_READ_ONCE = (
+    "eval_steps",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "logging_steps",
+    "max_grad_norm",
+    "max_steps",
+    "metric_for_best_model",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "save_steps",
+    "save_total_limit",
+    "weight_decay",
+)
 
 
 class Events(RunProgress):
