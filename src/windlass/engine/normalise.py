@@ -20,9 +20,17 @@ from torch import Tensor
 
 from windlass.core import host
 from windlass.core.errors import ModelError
+from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.types import LossTerms, State
 from windlass.data.update_batch import UpdateBatch
 from windlass.engine.executor import Executor
+
+logger = get_job_logger(__name__)
+
+_SEVERAL = (
+    "`training_step` calls backward several times for one micro-batch: the loss in the logs is the sum of all that it "
+    "passes to backward, not what it returns"
+)
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -146,7 +154,11 @@ class UpdateNormaliser(Normaliser):
         share = _account(scaled, self.ranks)
         if self.last and self._waiting is not None:
             share, self._waiting = share + self._waiting * self.correction, None
-        self.share = share if self.share is None else self.share + share
+        if self.share is None:
+            self.share = share
+        else:
+            warn_once(logger, _SEVERAL)
+            self.share = self.share + share
         if self.parts:
             # Auxiliary terms of all micro-batches but the last have a backward of their own; see `_auxiliary`.
             aux, self._aux_loss = self._aux_loss, None
