@@ -115,21 +115,6 @@ def test_an_own_step_trains_as_the_default_one(kind: type[Trainer], accumulation
     assert "compute_loss" not in vars(own), "the watch over the first step is gone"
 
 
-def test_a_step_with_two_backwards_is_told_what_is_logged(folder: Path, said: list[str]) -> None:
-    class Adversarial(OwnStep):
-        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-            loss = super().training_step(*args, **kwargs)
-            super().training_step(*args, **kwargs)
-            return loss
-
-    losses = [
-        trainer_for(folder, cls, max_steps=1, log_level="warning").train().training_loss
-        for cls in (OwnStep, Adversarial)
-    ]
-    assert losses[1] == pytest.approx(2 * losses[0])
-    assert sum("the loss in the logs is the sum" in line for line in said) == 1
-
-
 class DividingByCurrent(OwnStep):
     """As transformers' own step does; the last update of an epoch has fewer micro-batches."""
 

@@ -1,10 +1,16 @@
-"""What an overridden `training_step` divides its loss by."""
+"""What an overridden `training_step` divides its loss by, and which loss is logged."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from tests.trainer.small import Net, rows, settings
+from torch import Tensor
 
+from windlass import Trainer, TrainingArguments
 from windlass.core.errors import ModelError
 from windlass.trainer.micro_steps import StepDivision
 
@@ -56,3 +62,19 @@ def test_a_step_that_divides_in_some_updates_only_is_refused() -> None:
     step.returned(1.0)
     with pytest.raises(ModelError, match="neither that loss nor a part of 3 of it"):
         step.decide(1.0, 2)
+
+
+def test_a_step_with_two_backwards_is_told_what_is_logged(tmp_path: Path, said: list[str]) -> None:
+    class Adversarial(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            super().training_step(*args, **kwargs)
+            return loss
+
+    args = TrainingArguments(**settings(tmp_path, max_steps=1, log_level="warning"))
+    losses = []
+    for kind in (Trainer, Adversarial):
+        torch.manual_seed(0)
+        losses.append(kind(Net(), args, train_dataset=rows(4)).train().training_loss)
+    assert losses[1] == pytest.approx(2 * losses[0])
+    assert sum("the loss in the logs is the sum" in line for line in said) == 1
