@@ -47,6 +47,14 @@ def test_a_late_optimizer_that_updates_in_the_backward_is_refused_where_layers_a
             build(model, create, plan, CPU, ranks.over("loss"))
 
 
+def test_an_optimizer_that_computes_the_loss_itself_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(ConfigError, match="optimizers='LBFGS': its step computes the loss several times"):
+        build(model, lambda steps: (optimizer, scheduler), plan_of(), CPU, Gang())
+
+
 def test_own_objects_keep_their_identity() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

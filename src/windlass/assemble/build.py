@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,7 @@ def _created(
         name = "optimizer" if optimizer is None else "lr_scheduler"
         fix = f"an overridden create_optimizer, create_scheduler or create_optimizer_and_scheduler must set self.{name}"
         raise ConfigError(Problem(name, None, fix))
-    _check_parameters(optimizer, model)
+    _check_optimizer(optimizer, model)
     warn_of_lost_updates(optimizer)
     return optimizer, as_schedule(scheduler, optimizer)
 
@@ -145,10 +146,14 @@ def _executor(
     return FusedExecutor(strategy, optimizer, device, scaler)
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Check that the optimizer updates a parameter of the model. Raises ConfigError if it was made for another model,
-    so training would change nothing.
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ConfigError if the optimizer was made for another model, so training would change nothing, or if its step
+    computes the loss itself.
     """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        fix = "its step computes the loss several times by a closure, which a run does not have: choose another one"
+        raise ConfigError(Problem("optimizers", type(optimizer).__name__, fix))
     # By identity: `==` of tensors compares values, and equal weights of another model are not these.
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
