@@ -52,7 +52,7 @@ test-xla:
 # What other versions change: attention, layouts and their files, models of transformers, adapters.
 OLDEST := .venv-oldest
 OLDEST_TESTS := tests/engine tests/forecast tests/metrics tests/precision tests/core/test_optional.py \
-	tests/accelerator/test_own_loop.py tests/config tests/compat tests/text \
+	tests/accelerator/test_own_loop.py tests/config tests/compat tests/data/test_foreign_loader.py tests/text \
 	$(patsubst %,tests/finetuning/test_%.py,peft_adapters pipeline_ranks preference_data sft_images \
 	sft_trainer) \
 	$(patsubst %,tests/trainer/test_%.py,column_checks continuing own_state pipeline_runs resume) \

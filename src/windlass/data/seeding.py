@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -51,8 +51,11 @@ def fingerprint() -> tuple[Any, ...]:
     )
 
 
-# Generators of users that `rewind` has seeded: the user's seed, and the one that was set.
-_rewound: WeakKeyDictionary[torch.Generator, tuple[int, int]] = WeakKeyDictionary()
+# Generators of users that `rewind` has seeded: the user's seed, and the one that was set. Older releases of torch have
+# no weak references to them; the few that scripts give to loaders stay then.
+_rewound: MutableMapping[torch.Generator, tuple[int, int]] = (
+    WeakKeyDictionary() if torch.Generator.__weakrefoffset__ else {}
+)
 
 
 def first_seed(generator: object) -> int | None:
