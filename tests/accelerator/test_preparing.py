@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,7 @@ def test_counters_go_to_the_device_with_kernels_that_read_them_there(fused: bool
 
 @pytest.mark.parametrize("where", ["a subclass", "the class", "the instance"])
 def test_a_method_that_prepare_would_not_call_is_refused(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    @functools.wraps(Accelerator.prepare_model)
     def prepare_model(*args: object, **kwargs: object) -> None:
         raise AssertionError("called")
 

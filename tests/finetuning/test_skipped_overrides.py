@@ -68,6 +68,12 @@ def test_a_collator_of_the_script_s_own_gets_no_other_columns_and_that_is_said(t
     assert any("the data collator gets no text, weight: " in line for line in said)
 
 
+def test_a_method_that_a_script_assigns_to_the_class_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DPOTrainer, "_compute_loss", lambda self, *args: None, raising=False)
+    with pytest.raises(ConfigError, match="_compute_loss='overridden': DPOTrainer would never call it"):
+        DPOTrainer("no model is opened", train_dataset=[{"text": "a"}])
+
+
 def test_what_a_loss_of_the_script_s_own_calls_is_its_own(tmp_path: Path) -> None:
     class Mine(DPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,9 +58,14 @@ def check_overrides(accelerator: object) -> None:
     """Raise ConfigError for methods that a script overrides, or assigns to the class, and `prepare` would not call."""
     parts = ("prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader", "_prepare_one")
     fix = "`prepare` builds what belongs together at once and would never call it; override `prepare`"
-    modules = {n: getattr(getattr(accelerator, n, None), "__module__", "windlass.") for n in parts}
-    own = [n for n, module in modules.items() if not str(module).startswith("windlass.")]
-    refuse(Problem(name, "overridden", fix) for name in own)
+    present = {name: getattr(accelerator, name, None) for name in parts}
+    refuse(Problem(n, "overridden", fix) for n, method in present.items() if not _is_ours(method))
+
+
+def _is_ours(method: Any) -> bool:
+    # Not `__module__` of a function, which `functools.wraps` copies from the method that a script wraps.
+    module = getattr(method, "__globals__", {}).get("__name__") or getattr(method, "__module__", None)
+    return method is None or str(module).startswith("windlass.")
 
 
 class Preparer:

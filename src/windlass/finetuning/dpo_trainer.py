@@ -62,6 +62,7 @@ class DPOTrainer(ReferenceTrainer[DPOConfig]):
     TAGS = ("windlass", "dpo")
     REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
     COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", *REFERENCE_COLUMNS)
+    CALLED = ("compute_ref_log_probs",)
     PAIRS = True
 
     def _begin_loss(self) -> None:

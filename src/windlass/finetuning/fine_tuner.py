@@ -101,6 +101,8 @@ class FineTuner(Trainer):
     args: TuningConfig
     TAGS: ClassVar[tuple[str, ...]] = ("windlass",)  # of the model and of its card
     COLUMNS: ClassVar[tuple[str, ...]] = ()  # of prepared rows
+    # Methods beside `compute_loss` that its loss calls, and scripts may override
+    CALLED: ClassVar[tuple[str, ...]] = ()
     PAIRS: ClassVar[bool] = False  # the second half of a batch are the rejected answers of the first half
 
     # Prepares datasets: an `SFTData` or a `PreferenceData`.

@@ -117,7 +117,7 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        check_overrides(self)
+        check_overrides(self, self.CALLED)
         args = begin_tuning(self.CONFIG, args, model, train_dataset)
         own_collator = data_collator is not None
         self._check_passed(args, own_collator=own_collator, has_metrics=compute_metrics is not None)

@@ -67,7 +67,7 @@ class RewardTrainer(FineTuner):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        check_overrides(self)
+        check_overrides(self, self.CALLED)
         args = begin_tuning(RewardConfig, args, model, train_dataset)
         base = open_tuned_model(model, args, processing_class, quantization_config, peft_config, labels=1)
         _refuse_learnt_prompts(base.model)

@@ -82,7 +82,7 @@ class SFTTrainer(FineTuner):
         tokenizer: Any = None,
         **earlier: Any,
     ) -> None:
-        check_overrides(self)
+        check_overrides(self, self.CALLED)
         args = sft_arguments(args, model, train_dataset, earlier)
         own_collator, own_loss = data_collator is not None, compute_loss_func is not None
         formatted, scored = formatting_func is not None, compute_metrics is not None

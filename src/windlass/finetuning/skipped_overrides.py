@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from windlass.core.errors import Problem, refuse
 from windlass.trainer.hooks import replaced
 
@@ -33,15 +35,17 @@ _IN_COMPUTE_LOSS = {
 }
 
 
-def check_overrides(trainer: object) -> None:
+def check_overrides(trainer: object, called: Collection[str]) -> None:
     """Raise ConfigError for methods of a script that would be skipped, before any work is done.
 
     Those of a loss may be parts of the script's own `compute_loss`: they pass if it has one.
+
+    Args:
+        called: names that this kind of trainer calls.
     """
-    own = next(cls for cls in type(trainer).__mro__ if cls.__module__.startswith("windlass."))
     known = {**_BEFORE_TRAINING, **({} if replaced(trainer, "compute_loss") else _IN_COMPUTE_LOSS)}
-    uncalled = {name: instead for name, instead in known.items() if not hasattr(own, name)}
+    kind = next(cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("windlass."))
     refuse(
-        Problem(name, "overridden", f"{own.__name__} would never call it; {uncalled[name]}")
-        for name in sorted(replaced(trainer, *uncalled))
+        Problem(name, "overridden", f"{kind} would never call it; {known[name]}")
+        for name in sorted(replaced(trainer, *known).difference(called))
     )
