@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,8 +28,7 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
         yield
         return
     store = _store(world.rank, world.size)
-    node = os.environ.get("GROUP_RANK", str(world.machine)) if local else "all"
-    key = f"windlass/first/{next(_turn)}/{node}"
+    key = f"windlass/first/{next(_turn)}/{world.machine if local else 'all'}"
     if not (world.is_local_main if local else world.is_main):
         store.wait([key], timeout)
         if store.get(key) != b"done":

@@ -47,8 +47,8 @@ class World:
 
     @property
     def machine(self) -> int:
-        """The index of this machine, if each has as many processes as this one."""
-        return self.rank // self.local_size
+        """The rank of the first process of this machine, by which the machine is known."""
+        return self.rank - self.local_rank
 
     def variables(self) -> dict[str, str]:
         """The variables with which a launcher makes this the world of a process."""
@@ -59,6 +59,9 @@ def world_from_environment() -> World:
     """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` as torchrun and its kin set them."""
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
+        if "RANK" not in env and env.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+            fix = "RANK is not set: start the script with torchrun, which sets both, or unset WORLD_SIZE to train alone"
+            raise ConfigError(Problem("WORLD_SIZE", env["WORLD_SIZE"], fix))
         return World()
     values = []
     for name, default in _VARIABLES.items():
@@ -69,8 +72,12 @@ def world_from_environment() -> World:
             fix = "must be a whole number; start the script with torchrun, which sets it"
             raise ConfigError(Problem(name, text, fix)) from None
     world = World(*values)
-    if not 0 <= world.rank < world.size:
-        raise ConfigError(
-            Problem("RANK", world.rank, f"must lie in 0..{world.size - 1} for WORLD_SIZE={world.size}")
-        )
+    size, local_size = f"WORLD_SIZE={world.size}", f"LOCAL_WORLD_SIZE={world.local_size}"
+    for name, value, first, last, total in (
+        ("RANK", world.rank, 0, world.size - 1, size),
+        ("LOCAL_WORLD_SIZE", world.local_size, 1, world.size, size),
+        ("LOCAL_RANK", world.local_rank, 0, world.local_size - 1, f"{local_size}, the processes of this machine (1 if unset)"),
+    ):
+        if not first <= value <= last:
+            raise ConfigError(Problem(name, value, f"must lie in {first}..{last} for {total}"))
     return world
