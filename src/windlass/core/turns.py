@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.core.attempt import of_attempt
 from windlass.core.errors import PeerError
-from windlass.core.world import World
+from windlass.core.world import World, meeting_place
 
 _turn = itertools.count()
 
@@ -48,5 +48,6 @@ def _store(rank: int, size: int) -> Any:
     """The store of this attempt of the job; the process group that is made later uses the same one."""
     from torch.distributed.rendezvous import rendezvous
 
+    meeting_place()
     store, _, _ = next(rendezvous("env://", rank, size))
     return of_attempt(store)

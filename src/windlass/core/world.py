@@ -16,6 +16,8 @@ LAUNCH_VARIABLE = "WINDLASS_LAUNCH_COMMAND"
 # In the order of the fields of `World`, with what counts if a launcher sets the first two alone.
 _VARIABLES = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
+_PORTS = 65536
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -59,9 +61,6 @@ def world_from_environment() -> World:
     """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` as torchrun and its kin set them."""
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
-        if "RANK" not in env and env.get("WORLD_SIZE", "1") not in ("", "0", "1"):
-            fix = "RANK is not set: start the script with torchrun, which sets both, or unset WORLD_SIZE to train alone"
-            raise ConfigError(Problem("WORLD_SIZE", env["WORLD_SIZE"], fix))
         return World()
     values = []
     for name, default in _VARIABLES.items():
@@ -81,3 +80,22 @@ def world_from_environment() -> World:
         if not first <= value <= last:
             raise ConfigError(Problem(name, value, f"must lie in {first}..{last} for {total}"))
     return world
+
+
+def check_alone() -> None:
+    """Raise ConfigError if this process was to be one of several, and its launcher did not say which."""
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
+        fix = "RANK is not set: start the script with torchrun, which sets both, or unset WORLD_SIZE to train alone"
+        raise ConfigError(Problem("WORLD_SIZE", os.environ["WORLD_SIZE"], fix))
+
+
+def meeting_place() -> tuple[str, int]:
+    """The address and port at which the processes of the job meet. Raises ConfigError if the launcher named none."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address:
+        fix = "is needed for WORLD_SIZE > 1: the address of the machine of rank 0; torchrun sets it"
+        raise ConfigError(Problem("MASTER_ADDR", address, fix))
+    if not (port.isdecimal() and int(port) < _PORTS):
+        fix = f"must be a port on MASTER_ADDR that is free, below {_PORTS}; torchrun sets it"
+        raise ConfigError(Problem("MASTER_PORT", port, fix))
+    return address, int(port)
