@@ -77,7 +77,9 @@ def test_all_means_those_that_are_installed_beside_those_that_are_given() -> Non
     assert filter_trackers(["all", mine], "logs") == [*get_available_trackers(), mine]
 
 
-def test_mlflow_is_left_out_where_the_variable_of_transformers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_is_left_out_where_the_variable_of_transformers_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("mlflow")
     assert "mlflow" in get_available_trackers()
     monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "true")

@@ -204,8 +204,12 @@ def test_all_of_a_merge_is_on_the_disk_before_it_has_its_name(
     renamed = done.index(("rename", tmp_path / "tmp-unfinished-merged"))
     files = [path.relative_to(tmp_path / "merged") for path in (tmp_path / "merged").rglob("*")]
     assert Path("additional_chat_templates/tools.jinja") in files
-    assert {tmp_path / "tmp-unfinished-merged" / path for path in files} < {path for _, path in done[:renamed]}
-    assert ("fsync", tmp_path / "tmp-unfinished-merged/additional_chat_templates/tools.jinja") in done[:renamed]
+    assert {tmp_path / "tmp-unfinished-merged" / path for path in files} < {
+        path for _, path in done[:renamed]
+    }
+    assert ("fsync", tmp_path / "tmp-unfinished-merged/additional_chat_templates/tools.jinja") in done[
+        :renamed
+    ]
     assert ("fsync_folder", tmp_path) in done[renamed:]
 
 

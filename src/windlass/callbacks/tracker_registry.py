@@ -155,7 +155,9 @@ def _objection(name: str, logging_dir: Any) -> str | None:
         return f"is not a tracker; known names: all, {', '.join(LOGGER_TYPE_TO_CLASS)}"
     if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
         return "writes files and needs a folder: give project_dir or logging_dir"
-    return f"is switched off by {_NO_MLFLOW}: unset it, or leave mlflow out" if _is_switched_off(name) else None
+    if _is_switched_off(name):
+        return f"is switched off by {_NO_MLFLOW}: unset it, or leave mlflow out"
+    return None
 
 
 def build_tracker(

@@ -36,7 +36,8 @@ def _in_json(ranks: list[str], flags: list[str]) -> int:
         path = Path(folder) / "checks.json"
         code = launch_command([*ranks, str(path)])
         checks = parse_json(path.read_bytes()) if path.is_file() else []
-    passed = None if code == 0 and not checks else code == 0  # none ran here, or those of another machine count
+    # Without an outcome if none ran here: they were only shown, or those of another machine count.
+    passed = None if code == 0 and not checks else code == 0
     say_json({"schema": SCHEMA, "passed": passed, "launched_with": flags, "checks": checks})
     return code
 

@@ -71,11 +71,12 @@ def world_from_environment() -> World:
             fix = "must be a whole number; start the script with torchrun, which sets it"
             raise ConfigError(Problem(name, text, fix)) from None
     world = World(*values)
-    size, local_size = f"WORLD_SIZE={world.size}", f"LOCAL_WORLD_SIZE={world.local_size}"
+    size = f"WORLD_SIZE={world.size}"
+    here = f"LOCAL_WORLD_SIZE={world.local_size}, the processes of this machine (1 if unset)"
     for name, value, first, last, total in (
         ("RANK", world.rank, 0, world.size - 1, size),
         ("LOCAL_WORLD_SIZE", world.local_size, 1, world.size, size),
-        ("LOCAL_RANK", world.local_rank, 0, world.local_size - 1, f"{local_size}, the processes of this machine (1 if unset)"),
+        ("LOCAL_RANK", world.local_rank, 0, world.local_size - 1, here),
     ):
         if not first <= value <= last:
             raise ConfigError(Problem(name, value, f"must lie in {first}..{last} for {total}"))
