@@ -152,7 +152,7 @@ def whole_folder(target: Path, files: Files, check: Callable[[], None]) -> Itera
     _recover(target, files)
     check()
     files.ensure_folder(target.parent)
-    # A name that nobody gives to a folder of their own, since what is there is removed.
+    # Not `tmp-NAME`, which may be a folder of the user's: what is there is removed.
     new = target.with_name(f"tmp-unfinished-{target.name}")
     if new.exists():
         files.remove_tree(new)
