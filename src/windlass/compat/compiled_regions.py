@@ -45,7 +45,7 @@ def _compiled(module: nn.Module, options: dict[str, Any]) -> Any:
         for child in module.children()
     }
     # Children of its own: those of the module stay as they are. One may have several places, and a place be empty.
-    copy.__dict__["_modules"] = {name: parts.get(child) for name, child in module._modules.items()}
+    copy.__dict__["_modules"] = {name: parts.get(child) for name, child in copy.__dict__["_modules"].items()}
     return copy
 
 
