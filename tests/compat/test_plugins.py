@@ -357,6 +357,12 @@ def test_an_unknown_type_of_state_dict_is_refused_with_its_name() -> None:
         FullyShardedDataParallelPlugin().set_state_dict_type("whole")
 
 
+@pytest.mark.parametrize(("field", "value"), [("zero_stage", 5), ("hf_ds_config", "/nowhere.json")])
+def test_the_configuration_of_a_deepspeed_plugin_names_what_cannot_be_read(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"DeepSpeedPlugin.{field}={value!r}: (must be|is neither)"):
+        _ = DeepSpeedPlugin(**{field: value}).deepspeed_config
+
+
 def test_replication_becomes_a_plan() -> None:
     from windlass.config.parallel.parallel_plan import plan_parallel
     from windlass.config.parallel.sources import from_plugins
