@@ -198,20 +198,6 @@ def test_a_worker_that_never_starts_is_an_error() -> None:
     assert in_a_child(work) == 0
 
 
-class Ending(Samples):
-    """Raises in the middle of a pass what ends a loop."""
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index) if index < 5 else next(iter(()))
-
-
-def test_a_stop_iteration_of_a_worker_is_an_error_and_not_the_end_of_the_pass(tmp_path: Path) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"Caught StopIteration in .* worker process(.|\n)*reading sample 5"
-    ):
-        build(tmp_path, Case({"dataloader_num_workers": 1})).evaluate(Ending())
-
-
 @pytest.mark.parametrize("text", ["0", "inf", "soon"])
 def test_a_time_of_the_environment_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"{START_TIMEOUT_VARIABLE}='{text}'"):
