@@ -30,9 +30,10 @@ def auto_collate(samples: list[Any]) -> Any:
     PyTorch's `default_collate` does.
     """
     first = samples[0]
+    if isinstance(first, Mapping):
+        return _collated(samples, _stack_torch, _torch_labels)
     # Classes derived from those of values have attributes too.
-    value = isinstance(first, torch.Tensor | np.ndarray | Sequence | Number)
-    if isinstance(first, Mapping) or (hasattr(first, "__dict__") and not value):
+    if hasattr(first, "__dict__") and not isinstance(first, torch.Tensor | np.ndarray | Sequence | Number):
         return default_data_collator(samples)
     return plain_collate(samples)
 
