@@ -1,11 +1,11 @@
-"""Run on ranks: a loss that calls `self.model`, past the wrapper that reduces gradients, and auxiliary terms."""
+"""Run on ranks: steps past the wrapper that reduces gradients, or past the accelerator, and auxiliary terms."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.test_losses import trainer_for
+from tests.trainer.test_losses import OwnGradients, trainer_for
 from torch import Tensor, nn
 
 from windlass import LossTerms, Trainer
@@ -18,9 +18,14 @@ class PastTheWrapper(Trainer):
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
-def main(folder: Path) -> str:
+def main(folder: Path) -> list[str]:
+    """What is said of each step."""
+    return [_said(folder / kind.__name__, kind) for kind in (PastTheWrapper, OwnGradients)]
+
+
+def _said(folder: Path, kind: type[Trainer]) -> str:
     said = ""
-    trainer = trainer_for(folder / "out", PastTheWrapper)
+    trainer = trainer_for(folder, kind)
     try:
         trainer.train()
     except ModelError as error:

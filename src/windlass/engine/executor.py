@@ -92,6 +92,11 @@ class Executor(Protocol):
             options: of `Tensor.backward`, such as `retain_graph`.
         """
 
+    def has_own_gradients(self) -> bool:
+        """True if gradients are there, and those that code computes without `backward` are what that would compute:
+        it would neither scale nor reduce them, nor update parameters with them.
+        """
+
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         """`backward` in a loop that the user owns, outside of `run_step`.
 

@@ -105,6 +105,9 @@ class FusedExecutor(NativeExecutor):
                 self._run(Pass.UPDATE, loss)
                 self._take_norm()
 
+    def has_own_gradients(self) -> bool:
+        return False  # a raw backward has updated the parameters, or left gradients that no update uses
+
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         """Update without a norm or a check."""
         _refuse(options)

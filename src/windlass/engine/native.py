@@ -101,6 +101,9 @@ class NativeExecutor:
         finally:
             self._clock.enter(before)
 
+    def has_own_gradients(self) -> bool:
+        return self._alone and not self._scaler.active and bool(self._gradients())
+
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         self.backward(loss, **options)
 

@@ -168,6 +168,10 @@ class UpdateNormaliser(Normaliser):
                 executor.add_aux(self.correction)
         executor.backward(scaled, **options)
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Count `loss`, of the only micro-batch on the only rank, whose gradients the step computed by itself."""
+        self.share = _account(loss, self.ranks)
+
     def _plain(self, loss: Tensor) -> Tensor:
         if self.weight is not None:
             raise ModelError(_MIXED)

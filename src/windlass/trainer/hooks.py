@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows
 logger = get_job_logger(__name__)
 
 WriteModel = Callable[[Path, Mapping[str, Any] | None], None]
-TrainingStep = Callable[[Any, Tensor | None], None]
+TrainingStep = Callable[[Any, Tensor | None], Any]
 _MULTI_LABEL = "multi_label_classification"
 
 # Overrides of these methods change the plan.

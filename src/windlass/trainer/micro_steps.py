@@ -78,27 +78,41 @@ class MicroSteps(StepHooks):
         try:
             looked_at = division is not None and not division.is_decided(len(update.batches))
             if looked_at or self._is_watched:
-                self._observed_step(batch, count, division if looked_at else None)
+                returned = self._observed_step(batch, count, division if looked_at else None)
             else:
-                self._step(batch, count)
+                returned = self._step(batch, count)
         except Exception as error:
             self._faults.explain(error, Fed("training", batch, update.ids[index]))
             raise
         if normaliser.share is None:
-            raise ModelError(
-                "the training step returned without calling `self.accelerator.backward(loss)`. A raw "
-                "`loss.backward()` bypasses accumulation, loss scaling and the reduction over ranks: replace it, or "
-                "call `super().training_step(...)`"
-            )
-        return normaliser.share
+            self._take_own_gradients(returned, len(update.batches))
+        share = normaliser.share
+        assert share is not None
+        return share
 
-    def _observed_step(self, batch: Any, count: Tensor | None, division: StepDivision | None) -> None:
+    def _take_own_gradients(self, returned: Any, micro_batches: int) -> None:
+        """Take the gradients that a step has computed by itself, with the loss that it returned."""
+        if micro_batches > 1 or not self._executor.has_own_gradients():
+            raise ModelError(
+                "the training step returned without calling `self.accelerator.backward(loss)`. What it computes by "
+                "itself, as by a raw `loss.backward()`, bypasses accumulation, loss scaling and the reduction over "
+                "ranks: it is taken only if gradients are there and there is nothing to bypass. Call it, or "
+                "`super().training_step(...)`"
+            )
+        if not isinstance(returned, Tensor) or returned.numel() != 1:
+            raise ModelError(
+                "a training step that does not call `self.accelerator.backward(loss)` must return its loss as a "
+                f"tensor with one element, and it returned {type(returned).__name__}"
+            )
+        self._normaliser.note_loss(returned)
+
+    def _observed_step(self, batch: Any, count: Tensor | None, division: StepDivision | None) -> Any:
         with contextlib.ExitStack() as stack:
             if division is not None:
                 stack.enter_context(self._deciding(division))
             if self._is_watched:
                 stack.enter_context(self._loss.script.watching())
-            self._step(batch, count)
+            return self._step(batch, count)
 
     @contextlib.contextmanager
     def _deciding(self, division: StepDivision) -> Iterator[None]:

@@ -476,17 +476,17 @@ class Trainer:
         pad_token = getattr(request.tokenizer, "pad_token_id", None)
         return run_training.RunTraining(self._run, request.hooks, pad_token).execute(checkpoint, place)
 
-    def run_micro_step(self, batch: Any, count: Tensor | None) -> None:
-        """Call `training_step` for one micro-batch of a run, without `count` if an override does not take it.
+    def run_micro_step(self, batch: Any, count: Tensor | None) -> Any:
+        """Call `training_step` for one micro-batch of a run, without `count` if an override does not take it, and
+        return its result.
 
         Args:
             batch: the collated batch, in host memory.
             count: what `training_step` gets as `num_items_in_batch`.
         """
         if self._services.loss.step_takes_count:
-            self.training_step(self.model_wrapped, batch, num_items_in_batch=count)
-        else:
-            self.training_step(self.model_wrapped, batch)
+            return self.training_step(self.model_wrapped, batch, num_items_in_batch=count)
+        return self.training_step(self.model_wrapped, batch)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None

@@ -87,6 +87,9 @@ class ZeroExecutor:
             )
         self._engine.backward(loss, bool(options.get("retain_graph")))
 
+    def has_own_gradients(self) -> bool:
+        return False  # they are the engine's
+
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         self._is_last = last
         self.backward(loss, **options)
