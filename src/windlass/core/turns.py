@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from windlass.core.attempt import of_attempt
+from windlass.core.attempt import open_store_of_job
 from windlass.core.errors import PeerError
-from windlass.core.world import World, meeting_place
+from windlass.core.world import World
 
 _turn = itertools.count()
 
@@ -62,8 +62,4 @@ def _wait(store: Any, key: str, description: str, timeout: timedelta) -> None:
 @functools.cache
 def _store(rank: int, size: int) -> Any:
     """The store of this attempt of the job; the process group that is made later uses the same one."""
-    from torch.distributed.rendezvous import rendezvous
-
-    meeting_place()
-    store, _, _ = next(rendezvous("env://", rank, size))
-    return of_attempt(store)
+    return open_store_of_job(rank, size)
