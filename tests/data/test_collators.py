@@ -14,6 +14,7 @@ from tests.versions import with_pinned
 
 from windlass import data as ours
 from windlass.core.errors import DataError
+from windlass.data.collate_pad import auto_collate
 
 theirs = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -124,6 +125,18 @@ def test_default_takes_objects_with_attributes() -> None:
     point = dataclasses.make_dataclass("Point", [("label", int), ("x", list)])
     features = [point(i, [i, i]) for i in range(3)]
     assert_same(ours.default_data_collator(features), theirs.default_data_collator(features))
+    assert_same(auto_collate(features), theirs.default_data_collator(features))
+
+
+def test_values_of_classes_with_attributes_are_collated_as_values() -> None:
+    class Values(tuple[int, ...]):
+        pass
+
+    class Image(torch.Tensor):
+        pass
+
+    assert torch.equal(auto_collate([torch.ones(2).as_subclass(Image)] * 3), torch.ones(3, 2))
+    assert [part.tolist() for part in auto_collate([Values((1, 2)), Values((3, 4))])] == [[1, 3], [2, 4]]
 
 
 def test_an_unknown_framework_is_refused() -> None:

@@ -29,10 +29,17 @@ ROWS = [
     ],
 )
 def test_a_prompt_is_what_both_answers_begin_with(chosen: str, rejected: str, prompt: str) -> None:
-    found, answers = split_prompt(None, [chosen, rejected], 0)
+    found, answers = split_prompt({}, [chosen, rejected], 0)
     assert found == prompt
     assert [found + answer for answer in answers] == [chosen, rejected]
     assert all(answers)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_prompt_that_is_null_is_refused_beside_texts(whole: bool) -> None:
+    """As `datasets` fills it in where a row of a file has none."""
+    with pytest.raises(DataError, match="row 1: column 'prompt' is null: give each row a prompt"):
+        prepare_pairs([ROWS[0], {**ROWS[1], "prompt": None}], byte_tokenizer(), PairOptions(whole=whole))
 
 
 def test_rows_are_found_by_number_from_both_ends() -> None:

@@ -185,6 +185,17 @@ def test_the_optimizer_is_the_same_to_the_bit(tmp_path: Path) -> None:
     assert mine.state.log_history[: len(other.state.log_history) - 1] == other.state.log_history[:-1]
 
 
+def test_counts_of_updates_that_are_plain_numbers_go_on(tmp_path: Path) -> None:
+    """As releases of torch before 1.12 saved them."""
+    other = theirs(tmp_path / "theirs", bert(), token_rows(8))
+    start = tmp_path / "theirs" / "checkpoint-2"
+    adam = torch.load(start / "optimizer.pt", weights_only=True)
+    for entry in adam["state"].values():
+        entry["step"] = int(entry["step"])
+    torch.save(adam, start / "optimizer.pt")
+    assert_same_end(ours(tmp_path / "ours", bert(), token_rows(8), str(start)), other)
+
+
 def test_groups_that_decay_otherwise_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     theirs(tmp_path / "theirs", Normed(), rows(16))
     with caplog.at_level(logging.WARNING):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -106,6 +107,13 @@ def test_groups_and_layer_rates_reach_the_optimizer(tmp_path: Path) -> None:
     assert found["layers.0.weight"] == (0.005, 0.1)
     assert found["norm.weight"] == (0.01, 0.0)
     assert found["first.weight"] == (0.0025, 0.1)
+
+
+def test_options_of_groups_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    options = {"lr": np.float32(0.5), "weight_decay": np.int64(0), "momentum": np.float32(0.75)}
+    trainer = run(tmp_path, "sgd", 1, watched=False, optim_groups={"head": options})
+    group = trainer.optimizer.param_groups[-1]
+    assert [repr(group[key]) for key in options] == ["0.5", "0", "0.75"]
 
 
 @pytest.mark.parametrize(

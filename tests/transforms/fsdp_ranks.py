@@ -251,10 +251,12 @@ def refusals(gang: Gang) -> None:
         FullyShardedModel(model(), DistPlan(strategy="fsdp", shard=ShardPlan(replicas=3)), gang, CPU)
     mixed = model()
     mixed.blocks[1].up.half()
-    with pytest.raises(
-        ModelError, match=r"Block trains parameters of several dtypes \(torch.float16, torch.float64"
-    ):
-        FullyShardedModel(mixed, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang, CPU)
+    for computed in (None, "bf16"):
+        shard = ShardPlan(param_dtype=computed, **BLOCKS)
+        with pytest.raises(
+            ModelError, match=r"Block trains parameters of several dtypes \(torch.float16, torch.float64"
+        ):
+            FullyShardedModel(mixed, DistPlan(strategy="fsdp", shard=shard), gang, CPU)
     before = FullyShardedModel(model(), plan, gang, CPU).module
     FullyShardedModel(before, DistPlan(strategy="fsdp", shard=ShardPlan(state="sharded")), gang, CPU)
     with pytest.raises(ConfigError, match=r"fsdp \(reshard\)=False: this model was sharded with True"):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from windlass.config import accelerator_config
 from windlass.config.accepting import BOTH_WAYS, OLD_NAMES, AcceptsOldNames, translate
 from windlass.config.enums import ParallelMode
-from windlass.config.kinds import mapping
+from windlass.config.kinds import as_declared, mapping
 from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import dtype_plans
 from windlass.config.parallel.rows_training import PRECISION
@@ -344,7 +344,10 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
 
     def group_options(self) -> dict[str, dict[str, Any]]:
         """The pattern of names of parameters -> the options of their group in the optimizer."""
-        return mapping(self.optim_groups)
+        return {
+            pattern: {key: as_declared(value, (float,)) for key, value in options.items()}
+            for pattern, options in mapping(self.optim_groups).items()
+        }
 
     def _assign_old(self, name: str, value: Any) -> None:
         old = OLD_NAMES[name]

@@ -277,7 +277,7 @@ def _groups(args: Fields) -> Iterator[Problem]:
             )
             continue
         for key in ("lr", "weight_decay"):
-            value = options.get(key, 0.0)
+            value = as_declared(options.get(key, 0.0), (float,))
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 yield Problem(f"{field}.{key}", value, "must be a number of at least 0")
 

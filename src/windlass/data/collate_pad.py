@@ -4,8 +4,9 @@ collator names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,15 @@ def unknown_framework(return_tensors: object) -> ValueError:
 
 
 def auto_collate(samples: list[Any]) -> Any:
-    """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's
-    `default_collate` does.
+    """Dict samples, and objects with attributes, as `default_data_collator` makes them; tuples, tensors and numbers as
+    PyTorch's `default_collate` does.
     """
-    if isinstance(samples[0], Mapping):
+    first = samples[0]
+    if isinstance(first, Mapping):
         return _collated(samples, _stack_torch, _torch_labels)
+    # Classes derived from those of values have attributes too.
+    if hasattr(first, "__dict__") and not isinstance(first, torch.Tensor | np.ndarray | Sequence | Number):
+        return default_data_collator(samples)
     return plain_collate(samples)
 
 

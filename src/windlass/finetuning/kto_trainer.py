@@ -63,7 +63,7 @@ def _answers(row: Any, number: int) -> dict[str, dict[str, Any]]:
     for name in (CHOSEN, REJECTED):
         if row.get(name) is None:
             raise RowError(number, f"column {name!r} is missing or null")
-    prompt, answers = split_prompt(row.get("prompt"), [row[CHOSEN], row[REJECTED]], number)
+    prompt, answers = split_prompt(row, [row[CHOSEN], row[REJECTED]], number)
     extras = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
     return {
         name: {"prompt": prompt, COMPLETION: answer, **extras}

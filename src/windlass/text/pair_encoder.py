@@ -185,7 +185,7 @@ class PairEncoder(RowEncoder):
                 number,
                 f"{self._columns[0]} and {self._columns[1]} are equal, so the row states no preference; remove it",
             )
-        prompt, answers = split_prompt(row.get("prompt"), answers, number)
+        prompt, answers = split_prompt(row, answers, number)
         extras = {name: row[name] for name in EXTRAS if row.get(name)}
         return [{"prompt": prompt, "completion": answer, **extras} for answer in answers]
 
@@ -232,12 +232,19 @@ class PairEncoder(RowEncoder):
         found.documents.append([shared, *map(len, rest)])
 
 
-def split_prompt(prompt: Any, answers: list[Any], number: int) -> tuple[Any, list[Any]]:
+def split_prompt(row: Row, answers: list[Any], number: int) -> tuple[Any, list[Any]]:
     """The prompt of row `number`, and its answers without it. A text beside answers that are messages is a copy.
 
     Raises:
         RowError: there is no prompt, and the answers do not begin with one.
     """
+    prompt = row.get("prompt")
+    # Any two texts begin with the same characters, if only with none: a prompt that was lost would not show.
+    if prompt is None and "prompt" in row and len(answers) > 1 and isinstance(answers[0], str):
+        raise RowError(
+            number,
+            "column 'prompt' is null: give each row a prompt, or remove the column if the answers begin with it",
+        )
     if prompt is None or (isinstance(prompt, str) and isinstance(answers[0], list)):
         return _shared_prompt(answers, number)
     return prompt, answers

@@ -303,7 +303,7 @@ def shard_(
         apply_recompute(module, {"offload": chosen.recompute_offload}, units)
     for unit in (*reversed(units), module):
         own = [p for p in unit.parameters() if p not in ignored and not is_sharded(p)]
-        _check_one_dtype(unit, own, chosen)
+        _check_one_dtype(unit, own)
         first.place(own)
         if division is not None and tensor_mesh is not None:
             division.apply(unit, tensor_mesh)
@@ -346,14 +346,16 @@ def _check_same_plan(module: nn.Module, plan: ShardPlan) -> None:
     )
 
 
-def _check_one_dtype(unit: nn.Module, parameters: list[nn.Parameter], plan: ShardPlan) -> None:
-    """Check that the gradients of a unit, which are reduced together, have one dtype."""
+def _check_one_dtype(unit: nn.Module, parameters: list[nn.Parameter]) -> None:
+    """Check that the trained weights of a unit, which FSDP keeps together, have one dtype, also where it computes in
+    another.
+    """
     dtypes = sorted({str(p.dtype) for p in parameters if p.requires_grad})
-    if len(dtypes) > 1 and plan.param_dtype is None:
+    if len(dtypes) > 1:
         raise ModelError(
             f"{type(unit).__name__} trains parameters of several dtypes ({', '.join(dtypes)}), whose gradients cannot "
-            "be reduced together: convert the model to one dtype (`model.to(torch.float32)`), or choose one in which "
-            "it computes (mixed precision)"
+            "be reduced together: convert the model to one dtype (`model.to(torch.float32)`), and set bf16=True if it "
+            "is to compute in bf16"
         )
 
 

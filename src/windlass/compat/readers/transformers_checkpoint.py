@@ -211,6 +211,8 @@ class TransformersCheckpoint(ForeignCheckpoint):
         with open_torch_file(path, self.plain_files) as file:
             state = named_state(path, file.tree, optimizer, model, _divisions(optimizer, model), with_rates)
             load_optimizer_state(optimizer, model, file.materialised(state))
+        # With this call torch converts what its earlier releases saved otherwise, such as counts that were no tensors.
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def schedule_state(self) -> State:
         state = self._content(SCHEDULE_NAME)
