@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.test_losses import OwnGradients, trainer_for
+from tests.trainer.test_losses import trainer_for
+from tests.trainer.test_micro_steps import OwnGradients
 from torch import Tensor, nn
 
 from windlass import LossTerms, Trainer

@@ -92,34 +92,6 @@ class DividingStep(OwnStep):
     divides = True
 
 
-class RawBackward(Trainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        loss.backward()
-        return loss.detach()
-
-
-class OwnGradients(Trainer):
-    """As methods do that change gradients, or estimate them without a backward."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        parameters = list(model.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
-        return loss.detach()
-
-
-class WithoutLoss(OwnGradients):
-    def training_step(self, *args: Any, **kwargs: Any) -> None:
-        super().training_step(*args, **kwargs)
-
-
-class WithoutGradients(Trainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        return self.compute_loss(model, self._prepare_inputs(inputs))
-
-
 def weights(trainer: Trainer) -> list[float]:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
 
@@ -227,37 +199,6 @@ def test_an_own_step_under_terms_is_left_alone(folder: Path) -> None:
     terms.train()
     default.train()
     assert weights(terms) == pytest.approx(weights(default), abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", [RawBackward, OwnGradients])
-def test_gradients_of_a_step_of_its_own_train_as_those_of_the_default_one(
-    kind: type[Trainer], folder: Path
-) -> None:
-    own, default = (trainer_for(folder, chosen, logging_steps=1) for chosen in (kind, Trainer))
-    own.train()
-    default.train()
-    assert weights(own) == weights(default)
-    losses = [[row.get("loss") for row in trainer.state.log_history] for trainer in (own, default)]
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        (RawBackward, {"gradient_accumulation_steps": 2}),
-        (RawBackward, {"optim": "lomo"}),
-        (WithoutGradients, {}),
-    ],
-)
-def test_a_step_without_the_backward_of_the_accelerator_is_refused(
-    kind: type[Trainer], changes: dict[str, Any], folder: Path
-) -> None:
-    words = r"without calling `self\.accelerator\.backward\(loss\)`"
-    refused(trainer_for(folder, kind, **changes), ModelError, words)
-
-
-def test_a_step_with_gradients_of_its_own_returns_its_loss(folder: Path) -> None:
-    refused(trainer_for(folder, WithoutLoss), ModelError, "must return its loss.*returned NoneType")
 
 
 def test_backward_outside_a_run_is_refused(folder: Path) -> None:

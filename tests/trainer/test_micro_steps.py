@@ -1,4 +1,4 @@
-"""What an overridden `training_step` divides its loss by, and which loss is logged."""
+"""What an overridden `training_step` divides its loss by, which loss is logged, and gradients of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.trainer.small import Net, rows, settings
+from tests.trainer.test_losses import refused, trainer_for, weights
 from torch import Tensor
 
 from windlass import Trainer, TrainingArguments
@@ -78,3 +79,65 @@ def test_a_step_with_two_backwards_is_told_what_is_logged(tmp_path: Path, said: 
         losses.append(kind(Net(), args, train_dataset=rows(4)).train().training_loss)
     assert losses[1] == pytest.approx(2 * losses[0])
     assert sum("the loss in the logs is the sum" in line for line in said) == 1
+
+
+# --- gradients that a step computes by itself -------------------------------------------------------------------------
+
+
+class RawBackward(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+class OwnGradients(Trainer):
+    """As methods do that change gradients, or estimate them without a backward."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        return loss.detach()
+
+
+class WithoutLoss(OwnGradients):
+    def training_step(self, *args: Any, **kwargs: Any) -> None:
+        super().training_step(*args, **kwargs)
+
+
+class WithoutGradients(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        return self.compute_loss(model, self._prepare_inputs(inputs))
+
+
+@pytest.mark.parametrize("kind", [RawBackward, OwnGradients])
+def test_gradients_of_a_step_of_its_own_train_as_those_of_the_default_one(
+    kind: type[Trainer], folder: Path
+) -> None:
+    own, default = (trainer_for(folder, chosen, logging_steps=1) for chosen in (kind, Trainer))
+    own.train()
+    default.train()
+    assert weights(own) == weights(default)
+    losses = [[row.get("loss") for row in trainer.state.log_history] for trainer in (own, default)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (RawBackward, {"gradient_accumulation_steps": 2}),
+        (RawBackward, {"optim": "lomo"}),
+        (WithoutGradients, {}),
+    ],
+)
+def test_a_step_without_the_backward_of_the_accelerator_is_refused(
+    kind: type[Trainer], changes: dict[str, Any], folder: Path
+) -> None:
+    words = r"without calling `self\.accelerator\.backward\(loss\)`"
+    refused(trainer_for(folder, kind, **changes), ModelError, words)
+
+
+def test_a_step_with_gradients_of_its_own_returns_its_loss(folder: Path) -> None:
+    refused(trainer_for(folder, WithoutLoss), ModelError, "must return its loss.*returned NoneType")
