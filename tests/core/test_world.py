@@ -39,7 +39,7 @@ def test_what_a_launcher_says(
     ("values", "said"),
     [(("0", "1", "0", "0"), "LOCAL_WORLD_SIZE=0: must lie in 1..1 for WORLD_SIZE=1"),
      (("0", "2", "0", "4"), "LOCAL_WORLD_SIZE=4: must lie in 1..2 for WORLD_SIZE=2"),
-     (("1", "2", "1", None), "LOCAL_RANK=1: must lie in 0..0 for LOCAL_WORLD_SIZE=1, the processes of this machine"),
+     (("1", "2", "1", None), "for LOCAL_WORLD_SIZE=1, the processes of this machine (1 if it is not set: set it"),
      (("0", "1", "-1", None), "LOCAL_RANK=-1: must lie in 0..0"),
      (("2", "2", "0", "1"), "RANK=2: must lie in 0..1 for WORLD_SIZE=2"),
      (("a", "2", "0", "1"), "RANK='a': must be a whole number")],

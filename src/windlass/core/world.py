@@ -72,7 +72,9 @@ def world_from_environment() -> World:
             raise ConfigError(Problem(name, text, fix)) from None
     world = World(*values)
     size = f"WORLD_SIZE={world.size}"
-    here = f"LOCAL_WORLD_SIZE={world.local_size}, the processes of this machine (1 if unset)"
+    here = f"LOCAL_WORLD_SIZE={world.local_size}, the processes of this machine"
+    if "LOCAL_WORLD_SIZE" not in env:
+        here += " (1 if it is not set: set it, as torchrun does)"
     for name, value, first, last, total in (
         ("RANK", world.rank, 0, world.size - 1, size),
         ("LOCAL_WORLD_SIZE", world.local_size, 1, world.size, size),
