@@ -39,6 +39,8 @@ _WEIGHTS = (
 )
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")  # files of torch.save, of which nothing is executed
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_FURTHER_MODEL = re.compile(r"(model_\d+)/")
+_OPTIMIZER_FILE = re.compile(rf"({OPTIMIZER}(?:_\d+)?)(?:\.safetensors|\.parts\.json)")
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 
 
@@ -119,6 +121,12 @@ def _checkpoints_inside(folder: Folder) -> list[str]:
     parents = (name.removesuffix(f"/{MANIFEST_NAME}") for name in folder.names if "/" in name)
     steps = [found for found in map(_CHECKPOINT.fullmatch, parents) if found is not None]
     return [found[0] for found in sorted(steps, key=lambda found: int(found[1]))]
+
+
+def further_models(folder: Folder) -> list[str]:
+    """Names of the folders in a checkpoint with the models of a loop beside the first one."""
+    found = (_FURTHER_MODEL.match(name) for name in folder.names)
+    return sorted({name[1] for name in found if name is not None}, key=lambda name: (len(name), name))
 
 
 @contextmanager
@@ -204,6 +212,17 @@ def _add_file(
     tensors.aliases |= aliases
     tensors.paths |= dict.fromkeys(tensors.add(weights, elsewhere=elsewhere), path)
     return {*weights.names, *aliases}
+
+
+def optimizer_stem(folder: Folder) -> str:
+    """What the names of the files of the optimizer begin with. Raises CheckpointError if a loop had several."""
+    found = sorted({name[1] for name in map(_OPTIMIZER_FILE.fullmatch, folder.names) if name is not None})
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder.path} holds the state of {len(found)} optimizers, and the state of one is exported: read their "
+            f"files, {', '.join(f'{stem}*.safetensors' for stem in found[:3])}"
+        )
+    return found[0] if found else OPTIMIZER
 
 
 @contextmanager
