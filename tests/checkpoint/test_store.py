@@ -207,6 +207,13 @@ def test_a_foreign_folder_in_the_way_is_kept_aside(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-3.aside2").readlink() == tmp_path / "kept", "a link to one is not one"
 
 
+def test_an_empty_folder_in_the_way_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    assert save(tmp_path, 3) == tmp_path / "checkpoint-3"
+    assert newest(tmp_path) == 3
+    assert not list(tmp_path.glob("*.aside*"))
+
+
 def test_what_a_script_put_beside_a_replaced_checkpoint_stays(tmp_path: Path) -> None:
     save(tmp_path, 2)
     path = tmp_path / "checkpoint-2"

@@ -324,6 +324,43 @@ def test_ignored_modules_get_their_names() -> None:
     plugin = FullyShardedDataParallelPlugin(ignored_modules=[model[1]])
     assert plugin.ignored_names(model.named_modules()) == ("1",)
     assert plugin.settings() == {}
+    for given in (model[1], iter([model[1]])):
+        plugin = FullyShardedDataParallelPlugin(ignored_modules=given)
+        assert [plugin.ignored_names(model.named_modules()) for _ in range(2)] == [("1",)] * 2
+        assert plugin.settings() == {}
+
+
+def test_ignored_modules_are_given_by_name_too() -> None:
+    plugin = FullyShardedDataParallelPlugin(ignored_modules=["head", "embed"])
+    assert plugin.settings() == {"ignored_modules": ("head", "embed")}
+    assert plugin.ignored_names([("head", object())]) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ([1], "must be modules of the model, names of modules, or a regular expression"),
+        (
+            ["head", torch.nn.ReLU()],
+            "must be modules of the model, names of modules, or a regular expression",
+        ),
+        ("(", r"is not a regular expression \(missing \)"),
+    ],
+)
+def test_what_are_no_modules_is_refused(given: Any, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"1 problem(.|\n)*Plugin.ignored_modules=.*: {fix}"):
+        FullyShardedDataParallelPlugin(ignored_modules=given).settings()
+
+
+def test_an_unknown_type_of_state_dict_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match="state_dict_type='whole': must be one of full, sharded"):
+        FullyShardedDataParallelPlugin().set_state_dict_type("whole")
+
+
+@pytest.mark.parametrize(("field", "value"), [("zero_stage", 5), ("hf_ds_config", "/nowhere.json")])
+def test_the_configuration_of_a_deepspeed_plugin_names_what_cannot_be_read(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"DeepSpeedPlugin.{field}={value!r}: (must be|is neither)"):
+        _ = DeepSpeedPlugin(**{field: value}).deepspeed_config
 
 
 def test_replication_becomes_a_plan() -> None:

@@ -90,6 +90,21 @@ def test_what_cannot_be_pickled_is_an_error_too() -> None:
     assert "shm" not in str(caught.value)
 
 
+class Ending(Dataset[torch.Tensor]):
+    """Raises in the middle of a pass what ends a loop."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1) if index < 5 else next(iter(()))
+
+
+def test_a_stop_iteration_of_a_worker_is_an_error_and_not_the_end_of_the_pass() -> None:
+    with pytest.raises(RuntimeError, match=r"Caught StopIteration in .* worker process"):
+        list(read_batches(DataLoader(Ending(), num_workers=2), Reader("training")))
+
+
 def test_advice_is_given_on_what_is_short_alone() -> None:
     assert advice("the disk is on fire") == ""
     assert "--shm-size" in advice(FULL)

@@ -231,7 +231,7 @@ def set_aside(target: Path, files: Files) -> Path | None:
 
     A checkpoint becomes `replaced-checkpoint-N`, which counts until its successor is committed, so that a complete one
     exists at every instant. A folder without a manifest was not written by Windlass: it becomes `checkpoint-N.aside`
-    and is kept.
+    and is kept, unless it is empty: scripts create the folder before the save that fills it.
     """
     if not target.exists() and not target.is_symlink():
         return None
@@ -239,6 +239,9 @@ def set_aside(target: Path, files: Files) -> Path | None:
         place = target.with_name("replaced-" + target.name)
         if place.exists():  # superseded by `target`, and could not be removed then
             files.remove_tree(place)
+    elif not target.is_symlink() and target.is_dir() and not any(target.iterdir()):
+        files.remove_tree(target)
+        return None
     else:
         names = (target.with_name(f"{target.name}.aside{number or ''}") for number in range(1000))
         place = next(path for path in names if not path.exists() and not path.is_symlink())

@@ -31,9 +31,6 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def _compiled(module: nn.Module, options: dict[str, Any]) -> Any:
-    if _is_repeated(module):
-        blocks: Any = [torch.compile(block, **options) for block in module.children()]
-        return nn.ModuleList(blocks)
     if not any(map(_is_repeated, module.modules())):
         return torch.compile(module, **options)
     # Without the constructor, whose arguments are not known.
@@ -42,9 +39,13 @@ def _compiled(module: nn.Module, options: dict[str, Any]) -> Any:
     for name, value in module.__dict__.items():
         if getattr(value, "__self__", None) is module and hasattr(value, "__func__"):
             copy.__dict__[name] = MethodType(value.__func__, copy)  # a forward that was replaced
-    copy.__dict__["_modules"] = {}  # children of its own: those of the module stay as they are
-    for name, child in module.named_children():
-        copy.add_module(name, _compiled(child, options))
+    whole = _is_repeated(module)
+    parts: dict[Any, Any] = {
+        child: torch.compile(child, **options) if whole else _compiled(child, options)
+        for child in module.children()
+    }
+    # Children of its own: those of the module stay as they are. One may have several places, and a place be empty.
+    copy.__dict__["_modules"] = {name: parts.get(child) for name, child in copy.__dict__["_modules"].items()}
     return copy
 
 

@@ -46,6 +46,7 @@ class FullyShardedDataParallelPlugin(Plugin):
     functions and objects.
 
     Attributes:
+        ignored_modules: modules of the model, their names, or a regular expression for the whole name of one.
         mixed_precision_policy: a dtype for all ("bf16"), a dict of `param_dtype`, `reduce_dtype`, `output_dtype`, or
             PyTorch's object.
         state_dict_config, optim_state_dict_config: PyTorch's objects. Checkpoints are always written from host memory,
@@ -77,6 +78,10 @@ class FullyShardedDataParallelPlugin(Plugin):
     transformer_cls_names_to_wrap: list[str] | str | None = None
     min_num_params: int | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.ignored_modules, Iterator):
+            self.ignored_modules = list(self.ignored_modules)  # it is read more than once
+
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set how checkpoints hold the weights.
 
@@ -84,7 +89,12 @@ class FullyShardedDataParallelPlugin(Plugin):
             state_dict_type: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"; None changes nothing.
         """
         if state_dict_type is not None:
-            self.state_dict_type = rows.FSDP_STATE.write(rows.FSDP_STATE.read(state_dict_type))
+            try:
+                self.state_dict_type = rows.FSDP_STATE.write(rows.FSDP_STATE.read(state_dict_type))
+            except ValueError as error:
+                raise ConfigError(
+                    Problem("set_state_dict_type.state_dict_type", state_dict_type, str(error))
+                ) from None
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
@@ -130,9 +140,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         Args:
             named_modules: those of the model, as from `model.named_modules()`.
         """
-        if self.ignored_modules is None or isinstance(self.ignored_modules, str):
-            return ()
-        ignored = {id(module) for module in self.ignored_modules}
+        ignored = {id(module) for module in self._ignored() if not isinstance(module, str)}
         return tuple(name for name, module in named_modules if id(module) in ignored)
 
     def objections(self) -> Iterator[Problem]:
@@ -144,13 +152,23 @@ class FullyShardedDataParallelPlugin(Plugin):
         if self.param_init_fn is not None:
             fix = "is not needed: parameters on the meta device get the first process's weights"
             yield Problem(f"{where}.param_init_fn", self.param_init_fn, fix)
+        kinds_of = {_kind_of_ignored(module) for module in self._ignored()}
+        if "" in kinds_of or len(kinds_of) > 1:
+            fix = "must be modules of the model, names of modules, or a regular expression"
+            yield Problem(f"{where}.ignored_modules", self.ignored_modules, fix)
+
+    def _ignored(self) -> list[Any]:
+        given = self.ignored_modules
+        if given is None:
+            return []
+        return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
     def _said(self) -> Iterator[tuple[str, str, Any]]:
         """(field, word of a launch file, value) of each field that is set and is in the table."""
         for name, value in stated(self).items():
             if name == "mixed_precision_policy":
                 yield from ((f"{name}.{role}", role, dtype) for role, dtype in rows.dtypes_of(value).items())
-            elif name == "ignored_modules" and not isinstance(value, str):
+            elif name == "ignored_modules" and not all(isinstance(each, str) for each in self._ignored()):
                 continue  # objects, whose names `ignored_names` finds in the model
             elif name in _KEYS:
                 yield name, name, value
@@ -181,6 +199,12 @@ def fsdp_plugin_of(plan: ShardPlan) -> FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap=list(plan.layers) or None,
         min_num_params=plan.min_parameters if plan.wrap == "size" else None,
     )
+
+
+def _kind_of_ignored(value: Any) -> str:
+    from torch import nn
+
+    return "name" if isinstance(value, str) else "module" if isinstance(value, nn.Module) else ""
 
 
 def _reader(word: str) -> kinds.Reader:

@@ -86,7 +86,13 @@ def words(raw: Any) -> tuple[str, ...]:
 
 def names_or_pattern(raw: Any) -> str | tuple[str, ...]:
     """A regular expression as text, or a list of names."""
-    return raw if isinstance(raw, str) else words(raw)
+    if not isinstance(raw, str):
+        return words(raw)
+    try:
+        re.compile(raw)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression ({error}): give one, or a list of names") from None
+    return raw
 
 
 def options(raw: Any) -> dict[str, Any]:

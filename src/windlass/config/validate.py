@@ -180,7 +180,7 @@ _CONFLICTS = (
     *(
         Conflict(
             f"must be above 0 with {kind}_strategy='steps'; use {kind}_strategy='no' to disable it",
-            **{f"{kind}_steps": (0, None), f"{kind}_strategy": "steps"},
+            **{f"{kind}_steps": (0, -1, None), f"{kind}_strategy": "steps"},
         )
         for kind in ("logging", "eval", "save")
     ),

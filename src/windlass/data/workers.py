@@ -277,6 +277,11 @@ class _Reading:
             if self._crew.is_broken():
                 raise _DiedError
             return work()
+        except StopIteration as end:
+            if end.value is None:
+                raise
+            # Of code in a worker, with its traceback as text: the pass would end here without the other batches.
+            raise RuntimeError(end.value) from None
         finally:
             _waits.crew = outer
 

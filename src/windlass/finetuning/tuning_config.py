@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.sections.setting import STRIDE, above, at_least, described, setting
+from windlass.config.sections.setting import INTERVAL, above, at_least, described, setting
 from windlass.core.errors import ConfigError, Problem
 
 # In names of the matrices of LoRA that begin as zeros, which LoRA+ trains faster. Not of embeddings: there A does.
@@ -28,7 +28,7 @@ class TuningConfig(TrainingArguments):
 
     # --- defaults that differ ---
     logging_steps: float = setting(
-        10, "Updates between two reports; below 1 a share of all updates.", bounds=STRIDE
+        10, "Updates between two reports; below 1 a share of all updates.", bounds=INTERVAL
     )
     gradient_checkpointing: bool | None = setting(
         True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from windlass import HfArgumentParser, TrainingArguments
-from windlass.config.sections.setting import STRIDE, rules_of
+from windlass.config.sections.setting import INTERVAL, rules_of
 from windlass.core.errors import ConfigError
 
 
@@ -22,8 +22,8 @@ class Mine(TrainingArguments):
 
 def test_rules_hold_for_a_field_that_a_subclass_declares_again() -> None:
     assert rules_of(Mine) == rules_of(TrainingArguments)
-    assert rules_of(Mine)["save_steps"].bounds is STRIDE
-    for wrong in ({"save_steps": -1}, {"trackio_static_space_id": "a/b"}):
+    assert rules_of(Mine)["save_steps"].bounds is INTERVAL
+    for wrong in ({"save_steps": 0}, {"trackio_static_space_id": "a/b"}):
         with pytest.raises(ConfigError) as error:
             Mine("out", **wrong)
         assert [problem.field for problem in error.value.problems] == list(wrong)

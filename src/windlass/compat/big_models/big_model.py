@@ -215,6 +215,7 @@ def disk_offload(
 
     Args:
         offload_dir: the folder to write the weights to. Weights that are on the meta device must be there already.
+            Another model that is offloaded there replaces weights of the same names, which this one cannot read then.
 
     Other arguments as in `cpu_offload`.
     """

@@ -7,7 +7,9 @@ allocates one tensor.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,9 @@ from windlass.compat.big_models.module_tensors import (
 )
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
 from windlass.core.trees import find_device, send_to_device
+
+if sys.platform != "win32":
+    import fcntl
 
 # Hooks that bring the weights and inputs of a module to its device for each forward.
 #
@@ -155,6 +160,7 @@ class AlignDevicesHook(ModelHook):
 
 INDEX_NAME = "index.json"
 _OURS = "offloaded-"  # prefix of the files that are written here
+_UNFINISHED = f"{_OURS}new.safetensors"
 
 Index = dict[str, dict[str, str]]
 
@@ -167,22 +173,44 @@ def offload_weight(
     The folder's index does not change; see `save_offload_index`.
     """
     index = {} if index is None else index
-    index.update(_write(Path(offload_folder), {weight_name: weight}, Files()))
+    with _alone_in(Path(offload_folder)) as folder:
+        index.update(_write(folder, {weight_name: weight}, Files()))
     return index
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
     """Write tensors to a folder of offloaded weights, and keep those that are there under other names."""
     if state_dict:
-        save_offload_index(_write(Path(save_dir), state_dict, Files()), save_dir)
+        with _alone_in(Path(save_dir)) as folder:
+            _add_entries(_write(folder, state_dict, Files()), folder)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[Path]:
+    """Within the body no other process writes to the folder, if its file system has locks: the processes of a job may
+    all offload the same model.
+    """
+    Files().ensure_folder(folder)
+    if sys.platform == "win32":
+        yield folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        os.close(descriptor)
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], files: Files) -> Index:
-    files.ensure_folder(folder)
-    number = 0
-    while (path := folder / f"{_OURS}{number:05d}.safetensors").exists():
-        number += 1
-    write_tensors(path, tensors, {"format": "pt"}, files=files)
+    new = folder / _UNFINISHED
+    with contextlib.suppress(FileNotFoundError):
+        files.remove_file(new)  # of a process that was killed
+    digest = write_tensors(new, tensors, {"format": "pt"}, files=files).sha256
+    # Named by its content: a model that was offloaded before reads its own weights or none, never those of another.
+    path = folder / f"{_OURS}{digest[:32]}.safetensors"
+    files.rename(new, path)
     return {name: index_entry(path.name, name, tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -193,11 +221,13 @@ def index_entry(file: str, weight_name: str, dtype: torch.dtype) -> dict[str, st
 
 def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
     """Add entries to a folder's index, replace those of the same names, and remove files that are no longer named."""
-    if not index:
-        return
-    files, folder = Files(), Path(offload_folder)
-    files.ensure_folder(folder)
-    path = folder / INDEX_NAME
+    if index:
+        with _alone_in(Path(offload_folder)) as folder:
+            _add_entries(index, folder)
+
+
+def _add_entries(index: Index, folder: Path) -> None:
+    files, path = Files(), folder / INDEX_NAME
     merged = {**(read_offload_index(folder) if path.exists() else {}), **index}
     with files.replacing(path) as new:
         files.write(new, [strict_json.dump(merged, str(path))])

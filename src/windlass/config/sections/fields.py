@@ -23,6 +23,7 @@ from windlass.config.parallel.keys import setting_of
 from windlass.config.sections.setting import (
     BELOW_ONE,
     FINITE,
+    INTERVAL,
     OWN_DISK,
     OWN_OUTPUT,
     READING,
@@ -49,7 +50,7 @@ QAT_SCHEMES = {  # of `qat`: what linear layers round to
 _reported = partial(setting, per_rank=OWN_OUTPUT)
 _reading = partial(setting, per_rank=READING)
 _script = partial(setting, per_rank="read by scripts, not by the Trainer")
-_stride = partial(setting, bounds=STRIDE)
+_interval = partial(setting, bounds=INTERVAL)
 _document = partial(setting, None, document=True)
 _hub = partial(setting, per_rank="only the main process uploads")
 # `--activation_checkpointing` without a value means True, although the default is None (not set).
@@ -91,7 +92,7 @@ class OptimisationSection:
     lr_scheduler_kwargs: dict[str, Any] | str | None = _document(
         "Options of the schedule: a dict, JSON, or a JSON file."
     )
-    warmup_steps: float = _stride(0, "Updates of linear warm-up; below 1 a share of all updates.")
+    warmup_steps: float = setting(0, "Updates of linear warm-up; below 1 a share of all.", bounds=STRIDE)
 
     # --- optimizer ---
     optim: OptimizerNames | str = setting("adamw_torch_fused", "The optimizer.")
@@ -191,7 +192,7 @@ class ReportingSection:
 
     # --- logs ---
     logging_strategy: IntervalStrategy | str = setting("steps", "When to log.")
-    logging_steps: float = _stride(500, "Updates between logs; below 1 a share of them all.")
+    logging_steps: float = _interval(500, "Updates between logs; below 1 a share of them all.")
     logging_first_step: bool = setting(False, "Log the first update too.")
     log_on_each_node: bool = _reported(
         True, "Log on the first process of each machine, instead of only on that of the job."
@@ -242,7 +243,7 @@ class EvaluationSection:
     """When and how a model is evaluated."""
 
     eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate during training.")
-    eval_steps: float | None = _stride(
+    eval_steps: float | None = _interval(
         None, "Updates between evaluations; below 1 a share of all updates; by default logging_steps."
     )
     eval_delay: float = setting(0, "Epochs or updates before the first evaluation.", bounds=at_least(0))
@@ -277,7 +278,7 @@ class SavingSection:
     # --- checkpoints ---
     save_only_model: bool = setting(False, "Save the model without what resuming needs.")
     save_strategy: SaveStrategy | str = setting("steps", "When to save a checkpoint.")
-    save_steps: float = _stride(500, "Updates between checkpoints; below 1 a share of all.")
+    save_steps: float = _interval(500, "Updates between checkpoints; below 1 a share of all.")
     save_on_each_node: bool = setting(
         False,
         "Write the final model on every machine that has its own disk.",

@@ -33,6 +33,8 @@ STRIDE = Range(
     lambda v: v == 0 or 0 < v < 1 or (v >= 1 and v < math.inf and v == int(v)),
     "must be a whole number of updates, or a share of all updates between 0 and 1",
 )
+# -1 stands in scripts whose strategy is another one than 'steps'; with 'steps' it is refused.
+INTERVAL = Range(lambda v: v == -1 or STRIDE.holds(v), STRIDE.words)
 BELOW_ONE = Range(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
 # Not `math.isfinite`, which raises OverflowError for a whole number that no float holds.
 FINITE = Range(lambda v: -math.inf < v < math.inf, "must be a finite number")
@@ -84,7 +86,13 @@ def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> 
         secret: its value is never printed.
         others: attributes of its `Rules`, and options of its command-line flag (as `choices`, which are checked too).
     """
-    form = document if others.get("document") else as_stride if others.get("bounds") is STRIDE else None
+    form = (
+        document
+        if others.get("document")
+        else as_stride
+        if others.get("bounds") in (STRIDE, INTERVAL)
+        else None
+    )
     rules = Rules(**{"form": form, **{name: value for name, value in others.items() if name in _RULE_NAMES}})
     flag = {name: value for name, value in others.items() if name not in _RULE_NAMES}
     info = _Declared({"help": help, _RULES: rules, **flag})
