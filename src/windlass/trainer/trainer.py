@@ -528,7 +528,7 @@ class Trainer:
             else:
                 loss = self.compute_loss(model, inputs)
         total = check_differentiable(loss)
-        self.accelerator.backward(loss)
+        self._accelerator.backward(loss)
         return total.detach()
 
     def compute_loss(
