@@ -91,6 +91,8 @@ def test_one_class_and_unknown_class_are_refused() -> None:
     for nothing in ("", float("nan")):
         with pytest.raises(DataError, match="row 1: column 'label' is empty"):
             splits.label_names([*records(["1"], "label"), ("row 1", {"label": nothing})], "label")
+    with pytest.raises(DataError, match=r"row 1: column 'label' must hold one class, .* holds a list"):
+        splits.label_names([*records(["1"], "label"), ("row 1", {"label": [0, 2]})], "label")
     with pytest.raises(DataError, match="row 0: class '7' never occurs"):
         splits.label_ids(records(["7"], "label"), "label", ["0", "1"])
 

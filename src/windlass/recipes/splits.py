@@ -62,9 +62,16 @@ def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[
 
 
 def _labels(records: list[Record], name: str) -> list[str]:
-    """The class of each record. Raises DataError for one without: an empty cell would be a class of its own."""
+    """The class of each record. Raises DataError for one without, as an empty cell would be a class of its own, and for
+    one with several.
+    """
     values = column(records, name)
     for (where, _), value in zip(records, values, strict=True):
+        if isinstance(value, list | tuple | dict):
+            kind = type(value).__name__
+            raise DataError(
+                f"{where}: column {name!r} must hold one class, a word or a number, and holds a {kind}"
+            )
         if not str(value).strip() or value != value:  # NaN, as tables of numbers have it
             raise DataError(f"{where}: column {name!r} is empty: give the row a class, or leave it out")
     return [str(value) for value in values]
