@@ -56,6 +56,8 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         loop.get_tracker("wandb")
     with pytest.raises(ConfigError, match="tensorbord"):
         loop.log({"loss": 1.0}, log_kwargs={"tensorbord": {}})
+    with pytest.raises(ConfigError, match="step='last': give the number of the update"):
+        loop.log({"loss": 1.0}, step="last")  # type: ignore[arg-type]
 
 
 def test_a_tracker_that_never_answers_is_named_by_the_watchdog(tmp_path: Path) -> None:

@@ -77,6 +77,17 @@ def test_all_means_those_that_are_installed_beside_those_that_are_given() -> Non
     assert filter_trackers(["all", mine], "logs") == [*get_available_trackers(), mine]
 
 
+def test_mlflow_is_left_out_where_the_variable_of_transformers_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("mlflow")
+    assert "mlflow" in get_available_trackers()
+    monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "true")
+    assert "mlflow" not in get_available_trackers()
+    with pytest.raises(ConfigError, match="log_with='mlflow': is switched off by DISABLE_MLFLOW_INTEGRATION"):
+        filter_trackers(["mlflow"])
+
+
 def test_each_once_and_members_of_an_enum_by_value() -> None:
     pytest.importorskip("tensorboard")
     from accelerate.utils import LoggerType

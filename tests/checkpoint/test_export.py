@@ -76,7 +76,7 @@ def test_an_export_that_is_cut_off_leaves_a_whole_result_for_the_next(tmp_path: 
         export_folder(first, target, ExportOptions())
         files = CountingFiles(number, vanish)
         code = in_child(lambda: export_folder(second, target, ExportOptions(force=True), files))  # noqa: B023
-        aside = target.with_name("tmp-removed-result")
+        aside = target.with_name("tmp-replaced-result")
         standing = target if target.exists() else aside
         assert value_of(standing / "model.safetensors") in (1, 2)
         with pytest.raises(CheckpointError, match="is there already"):
@@ -86,6 +86,16 @@ def test_an_export_that_is_cut_off_leaves_a_whole_result_for_the_next(tmp_path: 
         assert [path.name for path in target.parent.iterdir()] == ["result"]
     assert code == 0
     assert number > 8
+
+
+def test_folders_beside_the_result_stay(tmp_path: Path) -> None:
+    for name in ("tmp-out", "tmp-removed-out"):
+        (tmp_path / name).mkdir()
+    here = source(tmp_path, 1)
+    export_folder(here, tmp_path / "out", ExportOptions())
+    export_folder(here, tmp_path / "out", ExportOptions(force=True))
+    assert (tmp_path / "tmp-out").is_dir()
+    assert (tmp_path / "tmp-removed-out").is_dir()
 
 
 @pytest.mark.parametrize("force", [True, False])
@@ -108,7 +118,7 @@ def test_folders_beside_the_weights_are_not_companions(tmp_path: Path) -> None:
     export_folder(source(tmp_path, 1), tmp_path / "out", ExportOptions(), files := CountingFiles())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
     flush = f"fsync_folder {tmp_path.name}"
-    assert files.operations[-3:] == ["fsync_folder tmp-out", "rename tmp-out", flush]
+    assert files.operations[-3:] == ["fsync_folder tmp-unfinished-out", "rename tmp-unfinished-out", flush]
     export_file(source(tmp_path, 1), tmp_path / "file", ExportOptions(), files)
     assert files.operations[-2:] == ["rename tmp-file", flush]
 

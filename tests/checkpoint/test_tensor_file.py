@@ -12,7 +12,8 @@ import torch
 from windlass.checkpoint import tensor_file
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import DTYPES, open_tensors, read_run, write_tensors
-from windlass.core.errors import CheckpointError
+from windlass.core.errors import CheckpointError, ModelError
+from windlass.core.locations import loading
 from windlass.dist.sharded import Part
 
 
@@ -34,6 +35,18 @@ def test_the_package_reads_what_we_write(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name].to(torch.float64), tensor.to(torch.float64))
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    """A clone without Git LFS has one in the place of each large file."""
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a pointer of Git LFS.*git lfs pull"):
+        with open_tensors(pointer, Files()):
+            pass
+    with pytest.raises(ModelError, match=r"the model .* cannot be loaded: .*model\.safetensors is a pointer"):
+        with loading("model", str(tmp_path)):
+            safetensors.torch.load_file(pointer)
 
 
 def test_we_read_what_the_package_writes(tmp_path: Path) -> None:

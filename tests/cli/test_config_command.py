@@ -145,6 +145,17 @@ def test_default_asks_nothing(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not said.out, "no question was asked"
 
 
+def test_a_folder_that_cannot_be_made_is_named_before_the_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["config", "--config_file", str(tmp_path / "file" / "a.yaml")]) == 2
+    said = capsys.readouterr()
+    assert "--config_file=" in said.err
+    assert "its folder cannot be made (Not a directory)" in said.err or "(File exists)" in said.err
+    assert not said.out
+
+
 def test_update_keeps_what_means_something(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = home / "old.json.yaml"
     path.write_text(

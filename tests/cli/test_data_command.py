@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.text.tokenizers import CHATML, byte_tokenizer
 
+from windlass.checkpoint.files import Files
 from windlass.cli.main import main
 from windlass.recipes.marked_text import marked
 from windlass.text.trained_pieces import trained_pieces
@@ -236,6 +237,10 @@ def test_a_file_has_no_tiny_form(chats: str, capsys: pytest.CaptureFixture[str])
     assert "is the tiny form of a recipe, and this is a file of data" in capsys.readouterr().err
 
 
+def full(self: Files, path: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_file_is_prepared_once(
     tmp_path: Path,
     chats: str,
@@ -250,6 +255,12 @@ def test_a_file_is_prepared_once(
         patched.setenv("WINDLASS_HOME", f"{chats}/home")  # below a file
         assert main(words) == 2
     assert "cannot hold what is prepared" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "make_folder", full)
+        assert main(words) == 2
+    said = capsys.readouterr()
+    assert "No space left on device" in said.err
+    assert "kept" not in said.out
     assert main([*words, "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)["splits"]["train"]
     assert (counts["rows"], counts["longest"]) == (5, 70)

@@ -237,6 +237,16 @@ def test_what_does_not_fit_together(
     assert said in capsys.readouterr().err
 
 
+def test_a_model_that_is_stored_in_few_bits_needs_their_form(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((Path(llama) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["estimate-memory", str(tmp_path), "--batch_size", "2"]) == 2
+    assert "--quantization=None: the weights of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words", [["--lora_r", "8"], ["--recompute"], ["--sharding", "full"], ["--length", "9"]]
 )

@@ -28,6 +28,14 @@ def test_this_installation_trains_in_two_processes() -> None:
     assert found["launched_with"] == ["--num_processes", "2", "--cpu"]
 
 
+def test_checks_that_were_only_shown_are_not_said_to_have_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert selftest.selftest_command(["--print"]) == 0
+    assert "passed" not in capsys.readouterr().out
+    assert selftest.selftest_command(["--print", "--json"]) == 0
+    said = capsys.readouterr().out
+    assert json.loads(said[said.index("\n{") :])["passed"] is None
+
+
 def test_a_file_with_dashes_in_its_flag_is_not_overridden_by_two_processes() -> None:
     words = ["--config-file", "a.yaml", "--num-processes", "3", "--cpu"]
     options, flags = selftest.build_parser().parse_known_args(words)
@@ -43,4 +51,5 @@ def test_on_several_machines_it_says_what_it_leaves_out(
     assert selftest_ranks.main() == 0
     said = capsys.readouterr().out
     assert said.count("  ok  ") == 3
+    assert "windlass test: all checks passed" in said
     assert "a checkpoint is loaded as it was saved: skipped, since no folder is known" in said

@@ -173,6 +173,26 @@ def test_an_interrupt_while_a_page_follows_a_run_ends_it_in_one_line(runs: Path)
     follower.close()
 
 
+def test_a_page_follows_a_run_again_that_could_not_be_read_for_a_while(tmp_path: Path) -> None:
+    """As on a share that was away: a stream that breaks is opened again by no browser once it was refused."""
+    write_run(tmp_path / "first", 5)
+    rows = tmp_path / "first" / "metrics.jsonl"
+    with server(tmp_path) as (port, _):
+        follower = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        follower.request("GET", "/events?run=first")
+        lines = follower.getresponse()
+        assert lines.readline().startswith(b"id:")
+        rows.rename(tmp_path / "away")
+        rows.symlink_to("/proc/self/mem")
+        while (line := lines.readline()) != b": \n":
+            assert line, "the stream has ended"
+        (tmp_path / "away").replace(rows)
+        append_rows(tmp_path / "first", [row(6)])
+        while not (line := lines.readline()).startswith(b"id:"):
+            assert line, "the stream has ended"
+        follower.close()
+
+
 def test_runs_in_a_run_are_listed_beside_it_by_whatever_name(tmp_path: Path) -> None:
     write_run(tmp_path / "same", 20)
     write_run(tmp_path / "same" / "same", 10)

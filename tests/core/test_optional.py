@@ -15,9 +15,11 @@ import pytest
 from windlass.core.errors import MissingDependencyError, OutdatedDependencyError
 from windlass.core.optional import (
     OLDEST,
+    _distributed,
     check_installed,
     check_release,
     install_command,
+    is_available,
     require,
     version_of,
 )
@@ -54,6 +56,32 @@ def test_an_installed_package_is_not_imported() -> None:
     assert version_of("a-distribution-that-does-not-exist") is None
     for name in ("torch", "PyYAML", "pytest"):
         assert version_of(name) == metadata.version(name)
+
+
+def test_a_folder_with_the_name_of_a_package_is_not_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trackers write their runs into folders of their own names, which stay when the package goes."""
+    (tmp_path / "codecarbon").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_available("codecarbon")
+    with pytest.raises(MissingDependencyError, match="pip install codecarbon"):
+        require("codecarbon", "measure")
+
+
+def test_a_package_in_parts_of_several_distributions_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "azureml" / "mlflow").mkdir(parents=True)
+    (tmp_path / "azureml" / "mlflow" / "__init__.py").write_text("")
+    about = tmp_path / "azureml_mlflow-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: azureml-mlflow\nVersion: 1.0\n")
+    (about / "RECORD").write_text("azureml/mlflow/__init__.py,,\n")
+    _distributed.cache_clear()
+    assert is_available("azureml")
+    _distributed.cache_clear()
 
 
 def test_the_version_of_a_distribution_in_the_older_form(

@@ -60,6 +60,16 @@ def test_of_two_that_write_the_same_file_at_once_one_is_the_last(
     assert os.listdir(tmp_path) == ["a.json"]
 
 
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*a\.json"):
+        write_whole(tmp_path / "a.json", "1")
+    assert not os.listdir(tmp_path)
+
+
 def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     kept = ["a.json", "tmp-a.json", "tmp-a.json-mine", "tmp-b.json-0123456789abcdef"]
     for name in ("tmp-a.json-0123456789abcdef", *kept):

@@ -181,12 +181,12 @@ def test_an_adapter_of_a_tied_embedding_changes_the_embedding_alone(tmp_path: Pa
 
 def test_a_merge_that_was_killed_is_done_again(tmp_path: Path) -> None:
     trained(tmp_path / "run", small.saved(tmp_path / "base"))
-    (tmp_path / "tmp-merged").mkdir()
-    (tmp_path / "tmp-merged" / "model.safetensors").write_text("half")
+    (tmp_path / "tmp-unfinished-merged").mkdir()
+    (tmp_path / "tmp-unfinished-merged" / "model.safetensors").write_text("half")
     command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]
     assert main([*command, "--max-shard-size", "4KB"]) == 0
     assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 1
-    assert not (tmp_path / "tmp-merged").exists()
+    assert not (tmp_path / "tmp-unfinished-merged").exists()
 
 
 def test_all_of_a_merge_is_on_the_disk_before_it_has_its_name(
@@ -201,11 +201,15 @@ def test_all_of_a_merge_is_on_the_disk_before_it_has_its_name(
     tokenizer.save_pretrained(tmp_path / "run")
     done.clear()
     merge_adapter(tmp_path / "run", tmp_path / "merged")
-    renamed = done.index(("rename", tmp_path / "tmp-merged"))
+    renamed = done.index(("rename", tmp_path / "tmp-unfinished-merged"))
     files = [path.relative_to(tmp_path / "merged") for path in (tmp_path / "merged").rglob("*")]
     assert Path("additional_chat_templates/tools.jinja") in files
-    assert {tmp_path / "tmp-merged" / path for path in files} < {path for _, path in done[:renamed]}
-    assert ("fsync", tmp_path / "tmp-merged/additional_chat_templates/tools.jinja") in done[:renamed]
+    assert {tmp_path / "tmp-unfinished-merged" / path for path in files} < {
+        path for _, path in done[:renamed]
+    }
+    assert ("fsync", tmp_path / "tmp-unfinished-merged/additional_chat_templates/tools.jinja") in done[
+        :renamed
+    ]
     assert ("fsync_folder", tmp_path) in done[renamed:]
 
 

@@ -12,7 +12,7 @@ from tests.finetuning import small
 from tests.forecast.models import BATCH, LENGTH, VOCABULARY, llama, mixture, trainer
 from tests.zero.needed import needs_deepspeed
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from windlass import (
     DPOConfig,
@@ -28,6 +28,7 @@ from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.core.tensors import is_fake
 from windlass.forecast.child import apart
 from windlass.forecast.forecast import Forecast
+from windlass.forecast.meter import WEIGHTS
 from windlass.forecast.rehearsal import SomeValues
 from windlass.forecast.trace import Trace
 from windlass.forecast.tracing import trace_of
@@ -78,6 +79,33 @@ def test_of_an_adapter_on_packed_rows_no_base_is_saved(tmp_path: Path) -> None:
     found = trace_of(start)
     assert found.saved["weights"] == sum(trained) > 0
     assert found.saved["optimizer state"] == 2 * sum(trained) + 4 * len(trained)
+
+
+def test_a_base_that_is_stored_in_few_bits_is_planned_so(tmp_path: Path) -> None:
+    """Its configuration says so, and no option of the script does."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    few = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = small.model()
+    model.save_pretrained(tmp_path / "whole")
+    model.config.quantization_config = few
+    model.config.save_pretrained(tmp_path / "few")
+
+    def weights(name: str, **options: Any) -> int:
+        def start() -> None:
+            base = LlamaForCausalLM.from_pretrained(tmp_path / name, **options)
+            adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear"))
+            args = TrainingArguments(str(tmp_path / "run"), max_steps=2, use_cpu=True, report_to="none")
+            row = {"input_ids": [1] * 8, "labels": [1] * 8}
+            Trainer(adapted, args, train_dataset=[row] * 16).train()
+
+        return at_most(trace_of(start), WEIGHTS)
+
+    assert weights("few") == weights("whole", quantization_config=few) < weights("whole")
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    model.config.save_pretrained(tmp_path / "few")
+    with pytest.raises(ModelError, match="a plan of weights quantized by GPTQConfig is not built"):
+        weights("few")
 
 
 @needs_deepspeed

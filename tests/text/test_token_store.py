@@ -200,6 +200,9 @@ def test_a_folder_that_cannot_be_written_stops_nobody(
     assert caplog.records[0].getMessage().startswith("prepared text cannot be kept (")
     assert "was not kept" in caplog.records[1].getMessage()
     assert not [*(tmp_path / "full").glob("*")], "a full disk keeps nothing of it"
+    with pytest.raises(OSError, match="No space left"):
+        TokenStore(tmp_path / "full", must_keep=True).get(KEY, prepared)
+    assert not [*(tmp_path / "full").glob("*")]
 
 
 def test_an_interrupted_preparation_leaves_nothing_to_be_found(

@@ -1102,8 +1102,10 @@ class Accelerator(Ranks):
             log_kwargs: name of a tracker -> keywords for its `log`.
 
         Raises:
-            ConfigError: `log_kwargs` has the name of an unknown tracker.
+            ConfigError: `log_kwargs` has the name of an unknown tracker, or `step` is not a number.
         """
+        if isinstance(step, str):
+            raise ConfigError(Problem("step", step, "give the number of the update"))
         options = log_kwargs or {}
         check_tracker_names("log_kwargs", options, self.trackers)
         plain = {name: python_number(value) for name, value in values.items()}

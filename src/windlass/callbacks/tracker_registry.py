@@ -54,13 +54,19 @@ _UNREAD = {
     "swanlab": {"SWANLAB_LOG_MODEL": _UPLOADS},
     "wandb": {"WANDB_LOG_MODEL": _UPLOADS, "WANDB_WATCH": "call `wandb.watch(model)` in the script"},
 }
+# By it transformers leaves MLflow out, for machines on which a platform has installed it.
+_NO_MLFLOW = "DISABLE_MLFLOW_INTEGRATION"
 _OFF = ("", "false", "f", "no", "n", "off", "0")
 
 
 def get_available_trackers() -> list[str]:
     """Return the built-in trackers whose packages are installed, without services that take the runs of MLflow."""
     found = ((name, LOGGER_TYPE_TO_CLASS[name]) for name in BUILT_IN)
-    return [name for name, cls in found if cls.in_all and not _missing(name)]
+    return [name for name, cls in found if cls.in_all and not _missing(name) and not _is_switched_off(name)]
+
+
+def _is_switched_off(name: str) -> bool:
+    return name == MLflowTracker.name and os.environ.get(_NO_MLFLOW, "").upper() == "TRUE"
 
 
 def _missing(name: str) -> list[str]:
@@ -149,6 +155,8 @@ def _objection(name: str, logging_dir: Any) -> str | None:
         return f"is not a tracker; known names: all, {', '.join(LOGGER_TYPE_TO_CLASS)}"
     if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
         return "writes files and needs a folder: give project_dir or logging_dir"
+    if _is_switched_off(name):
+        return f"is switched off by {_NO_MLFLOW}: unset it, or leave mlflow out"
     return None
 
 

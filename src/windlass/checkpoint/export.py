@@ -163,7 +163,8 @@ def whole_folder(target: Path, files: Files, check: Callable[[], None]) -> Itera
     _recover(target, files)
     check()
     files.ensure_folder(target.parent)
-    new = target.with_name(f"tmp-{target.name}")
+    # Not `tmp-NAME`, which may be a folder of the user's: what is there is removed.
+    new = target.with_name(f"tmp-unfinished-{target.name}")
     if new.exists():
         files.remove_tree(new)
     files.make_folder(new)
@@ -272,7 +273,7 @@ def _put(new: Path, target: Path, files: Files) -> None:
 
 
 def _aside(target: Path) -> Path:
-    return target.with_name(f"tmp-removed-{target.name}")
+    return target.with_name(f"tmp-replaced-{target.name}")
 
 
 def _recover(target: Path, files: Files) -> None:

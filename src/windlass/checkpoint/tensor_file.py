@@ -25,6 +25,7 @@ from torch import Tensor
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.core.errors import CheckpointError
+from windlass.core.locations import LFS_BEGIN, LFS_FIX
 from windlass.core.tensors import bits_of
 from windlass.dist.flat import FlatParts
 from windlass.dist.sharded import Part, part
@@ -243,6 +244,8 @@ class TensorFile(TensorSource):
         if size < 8:
             raise self._error(f"it has only {size} bytes")
         length = int.from_bytes(self._read_bytes(8), "little")
+        if length == int.from_bytes(LFS_BEGIN[:8], "little"):
+            raise CheckpointError(f"{self._path} {LFS_FIX}")
         if length > MAX_HEADER_BYTES or length > size - 8:
             raise self._error(f"its header claims {length:,} bytes in a file of {size:,}")
         self._data_start = 8 + length

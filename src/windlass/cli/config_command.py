@@ -142,6 +142,11 @@ def config_command(words: list[str]) -> int:
     if options.action == "update":
         _update(named)
         return 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # before the questions, too
+    except OSError as error:
+        fix = f"its folder cannot be made ({error.strerror}); name a file elsewhere"
+        raise ConfigError(Problem("--config_file", str(path), fix)) from error
     settings = (
         basic_settings(options.mixed_precision or "no", _devices(), "--mixed_precision")
         if asks_nothing

@@ -29,7 +29,7 @@ from windlass.text.encoder import RowEncoder
 from windlass.text.forms import Form, LocatedRows, RowError, recognise_form, standardised
 from windlass.text.summary import TextSummary
 from windlass.text.text_options import TextOptions
-from windlass.text.token_store import default_cache
+from windlass.text.token_store import TokenStore, default_cache
 from windlass.text.trained_pieces import trained_pieces
 
 # Options that a command line cannot hold.
@@ -105,9 +105,9 @@ def prepare_command(options: argparse.Namespace) -> int:
     except OSError as error:  # training goes on without, and this command would have done nothing
         fix = f"cannot hold what is prepared ({error}); set it to another folder"
         raise ConfigError(Problem("WINDLASS_HOME", str(default_cache().parent), fix)) from error
-    summaries = {}
+    summaries, cache = {}, TokenStore(default_cache(), must_keep=True)
     for name, split in source.splits.items():
-        found = prepare_kept(split.rows, source.tokenizer, split.options, name)
+        found = prepare_kept(split.rows, source.tokenizer, split.options, name, cache=cache)
         assert found.summary is not None
         summaries[name] = found.summary.to_dict()
         if not options.json:

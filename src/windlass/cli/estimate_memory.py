@@ -68,6 +68,9 @@ def estimate_memory_command(words: list[str]) -> int:
                 f"{options.model} names no class in `architectures`, so {type(model).__name__} is made of it, which "
                 'has no loss: add the class that is trained, such as "architectures": ["LlamaForCausalLM"]'
             )
+        if getattr(model.config, "quantization_config", None) is not None and options.quantization is None:
+            fix = f"the weights of {options.model} are stored in few bits: name the form (nf4, fp4, int8), and --lora_r"
+            raise ConfigError(Problem("--quantization", None, fix))
         _check_length(model, options.length)
         return _answer_training(options, facts)
     dtypes = options.dtypes or list(DTYPES)

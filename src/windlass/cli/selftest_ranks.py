@@ -53,9 +53,13 @@ def main(path: str | None = None) -> int:
         why = "skipped, since no folder is known that all machines share"
         found.append({"name": _CHECKPOINT, "result": "skipped", "detail": why})
         _show(found[-1], path)
-    if path is not None and Accelerator().is_main_process:
-        write_whole(Path(path), json.dumps(found))
-    return int(any(one["result"] == "failed" for one in found))
+    failed = any(one["result"] == "failed" for one in found)
+    if Accelerator().is_main_process:
+        if path is not None:
+            write_whole(Path(path), json.dumps(found))
+        elif not failed:
+            say("windlass test: all checks passed")
+    return int(failed)
 
 
 def _show(one: dict[str, str | None], path: str | None) -> None:

@@ -245,14 +245,14 @@ async def follow(runs: Sequence[Path], followed: FollowedRuns) -> AsyncIterator[
     """
     seen: Any = None
     while True:
-        pause = _LOOK_SECONDS
-        found = await _read(runs[0], _signature, runs)
-        if found != seen:
-            text, spent = await asyncio.to_thread(_event, followed)
-            seen, pause = found, max(pause, spent * _SHARE)
-            yield text
-        else:
-            yield ": \n\n"  # so that a client that is gone is noticed
+        text, pause = ": \n\n", _LOOK_SECONDS  # no event, so that a client that is gone is noticed
+        # What cannot be read now, as on a share that is mounted again, is looked at again.
+        with contextlib.suppress(DataError, OSError):
+            found = await _read(runs[0], _signature, runs)
+            if found != seen:
+                text, spent = await asyncio.to_thread(_event, followed)
+                seen, pause = found, max(pause, spent * _SHARE)
+        yield text
         await asyncio.sleep(pause)
 
 

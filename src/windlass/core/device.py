@@ -56,7 +56,10 @@ def choose_device(use_cpu: bool = False, local_rank: int = 0) -> torch.device:
         return torch.device("mps")
     count = torch.accelerator.device_count()
     if local_rank >= count:
-        fix = f"{count} {accelerator.type} device(s) here: start at most {count} processes, or use_cpu=True"
+        fix = (
+            f"this process sees {count} {accelerator.type} device(s): start at most {count} processes on a machine, or "
+            "let each see the devices of all (Slurm: --gpus-per-node in place of --gpus-per-task), or use_cpu=True"
+        )
         raise ConfigError(Problem("LOCAL_RANK", local_rank, fix))
     return torch.device(accelerator.type, local_rank)
 

@@ -16,6 +16,9 @@ from windlass.core.errors import ConfigError, ModelError, Problem, WindlassError
 from windlass.core.redact import without_credentials
 
 STAGING = "WINDLASS_STAGING"
+# With which a file begins that stands in a clone for a large one.
+LFS_BEGIN = b"version https://git-lfs"
+LFS_FIX = "is a pointer of Git LFS, and not the file itself, which `git lfs pull` in its folder fetches"
 # A scheme has two letters at least: `C:\\runs` is a path.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)", re.DOTALL)
 
@@ -81,11 +84,22 @@ def loading(what: str, name: str, *handled: type[Exception]) -> Iterator[None]:
         if isinstance(error, (WindlassError, RuntimeError, *handled)):
             raise
         reason = f"there is no such folder, and the Hub did not help: {first_line(error)}"
-        if os.path.isdir(os.path.expanduser(name)):
+        if os.path.isdir(folder := os.path.expanduser(name)):
             # transformers words these two for its users; the text of others says little without their type.
             is_worded = isinstance(error, OSError | ValueError)
             reason = str(error) if is_worded else f"{type(error).__name__}: {' '.join(str(error).split())}"
+            if (pointer := _lfs_pointer(Path(folder))) is not None:
+                reason = f"{pointer} {LFS_FIX}"
         raise ModelError(f"the {what} {name!r} cannot be loaded: {reason}") from error
+
+
+def _lfs_pointer(folder: Path) -> Path | None:
+    """A file in a folder that Git LFS has not fetched: readers take its text for a damaged file."""
+    for path in sorted(folder.iterdir()):
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.open("rb").read(len(LFS_BEGIN)) == LFS_BEGIN:
+                return path
+    return None
 
 
 def working_folder() -> str:

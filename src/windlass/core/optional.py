@@ -53,7 +53,17 @@ def is_available(name: str) -> bool:
     """Whether package `name` is installed. Does not import it."""
     if name in sys.modules:
         return sys.modules[name] is not None
-    return importlib.util.find_spec(name) is not None
+    found = importlib.util.find_spec(name)
+    if found is None:
+        return False
+    # To Python each folder in the working directory is a package, also `wandb` or `swanlab` with the runs of a tracker.
+    return found.origin is not None or name in _distributed()
+
+
+@functools.cache
+def _distributed() -> frozenset[str]:
+    """The packages that installed distributions brought, those without code of their own included."""
+    return frozenset(metadata.packages_distributions())
 
 
 def is_imported(name: str) -> bool:
@@ -117,11 +127,12 @@ def require(name: str, purpose: str) -> ModuleType:
 
     `purpose` completes the sentence "... is needed to <purpose>".
     """
+    top = name.split(".")[0]
+    check_installed(top, purpose)
     try:
         with contextlib.nullcontext() if is_imported(name) else muted_import_remarks():
             found = importlib.import_module(name)
     except ImportError as error:
-        top = name.split(".")[0]
         if error.name is not None and error.name.split(".")[0] != top:
             raise  # the package is there and is itself broken: its own message says more
         raise _missing(top, purpose) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import Any
 
 from windlass.core.attempt import of_attempt
 from windlass.core.errors import PeerError
-from windlass.core.world import World
+from windlass.core.world import World, meeting_place
 
 _turn = itertools.count()
 
@@ -29,8 +28,7 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
         yield
         return
     store = _store(world.rank, world.size)
-    node = os.environ.get("GROUP_RANK", str(world.machine)) if local else "all"
-    key = f"windlass/first/{next(_turn)}/{node}"
+    key = f"windlass/first/{next(_turn)}/{world.machine if local else 'all'}"
     if not (world.is_local_main if local else world.is_main):
         store.wait([key], timeout)
         if store.get(key) != b"done":
@@ -50,5 +48,6 @@ def _store(rank: int, size: int) -> Any:
     """The store of this attempt of the job; the process group that is made later uses the same one."""
     from torch.distributed.rendezvous import rendezvous
 
+    meeting_place()
     store, _, _ = next(rendezvous("env://", rank, size))
     return of_attempt(store)

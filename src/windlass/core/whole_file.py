@@ -41,9 +41,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
-    except BaseException:
+    except BaseException as problem:
         with contextlib.suppress(OSError):
             os.unlink(new)
+        if isinstance(problem, OSError) and problem.filename is None:
+            problem.filename = str(path)  # a full disk is reported without the file
         raise
 
 

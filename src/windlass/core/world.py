@@ -16,6 +16,8 @@ LAUNCH_VARIABLE = "WINDLASS_LAUNCH_COMMAND"
 # In the order of the fields of `World`, with what counts if a launcher sets the first two alone.
 _VARIABLES = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
+_PORTS = 65536
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -47,8 +49,8 @@ class World:
 
     @property
     def machine(self) -> int:
-        """The index of this machine, if each has as many processes as this one."""
-        return self.rank // self.local_size
+        """The rank of the first process of this machine, by which the machine is known."""
+        return self.rank - self.local_rank
 
     def variables(self) -> dict[str, str]:
         """The variables with which a launcher makes this the world of a process."""
@@ -69,8 +71,32 @@ def world_from_environment() -> World:
             fix = "must be a whole number; start the script with torchrun, which sets it"
             raise ConfigError(Problem(name, text, fix)) from None
     world = World(*values)
-    if not 0 <= world.rank < world.size:
-        raise ConfigError(
-            Problem("RANK", world.rank, f"must lie in 0..{world.size - 1} for WORLD_SIZE={world.size}")
-        )
+    size = f"WORLD_SIZE={world.size}"
+    here = f"LOCAL_WORLD_SIZE={world.local_size}, the processes of this machine (1 if unset)"
+    for name, value, first, last, total in (
+        ("RANK", world.rank, 0, world.size - 1, size),
+        ("LOCAL_WORLD_SIZE", world.local_size, 1, world.size, size),
+        ("LOCAL_RANK", world.local_rank, 0, world.local_size - 1, here),
+    ):
+        if not first <= value <= last:
+            raise ConfigError(Problem(name, value, f"must lie in {first}..{last} for {total}"))
     return world
+
+
+def check_alone() -> None:
+    """Raise ConfigError if this process was to be one of several, and its launcher did not say which."""
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
+        fix = "RANK is not set: start the script with torchrun, which sets both, or unset WORLD_SIZE to train alone"
+        raise ConfigError(Problem("WORLD_SIZE", os.environ["WORLD_SIZE"], fix))
+
+
+def meeting_place() -> tuple[str, int]:
+    """The address and port at which the processes of the job meet. Raises ConfigError if the launcher named none."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address:
+        fix = "is needed for WORLD_SIZE > 1: the address of the machine of rank 0; torchrun sets it"
+        raise ConfigError(Problem("MASTER_ADDR", address, fix))
+    if not (port.isdecimal() and int(port) < _PORTS):
+        fix = f"must be a port on MASTER_ADDR that is free, below {_PORTS}; torchrun sets it"
+        raise ConfigError(Problem("MASTER_PORT", port, fix))
+    return address, int(port)

@@ -24,7 +24,7 @@ from windlass.core.device import backend_for
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.mesh import VIEWS, Mesh, View
 from windlass.core.threads import wait_for_foreign_threads
-from windlass.core.world import World, world_from_environment
+from windlass.core.world import World, check_alone, meeting_place, world_from_environment
 from windlass.dist.beacon import MEETING, beacon, waiting
 from windlass.dist.ending import ends_in_error, keep_groups_open, prepare_end
 from windlass.dist.listening import is_loopback, keep_gloo_on_loopback, open_store
@@ -332,6 +332,7 @@ def join(
         prepare_end()
     watch(os.environ, timeout_seconds)
     if not world.is_distributed:
+        check_alone()
         return Gang(world)
     if _joined is None or not dist.is_initialized():
         timeout = timedelta(seconds=timeout_seconds)
@@ -355,7 +356,7 @@ def join(
 
 # The store in which this process met the others, by address; kept until it ends. Were it opened again, the first one at
 # the next meeting could find the store of the last, which another has not left yet.
-_stores: dict[tuple[str, str], Any] = {}
+_stores: dict[tuple[str, int], Any] = {}
 _meetings = itertools.count()
 
 
@@ -364,7 +365,7 @@ def _store_of_meeting(world: World, timeout: timedelta) -> Any:
     # Here, because a torch that was built without distribution has none.
     from torch._C._distributed_c10d import PrefixStore
 
-    where = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    where = meeting_place()
     if where not in _stores:
         _stores[where] = _open_store(world, timeout, *where)
     store = PrefixStore(f"meeting-{next(_meetings)}", _stores[where])
@@ -372,14 +373,14 @@ def _store_of_meeting(world: World, timeout: timedelta) -> Any:
     return store
 
 
-def _open_store(world: World, timeout: timedelta, address: str, port: str) -> Any:
+def _open_store(world: World, timeout: timedelta, address: str, port: int) -> Any:
     """The store of this attempt of the job."""
     from torch.distributed.rendezvous import rendezvous
 
     if not uses_launchers_store() and world.is_main and is_loopback(address) and port:
         # An error: this process holds a store there already, which torch finds again.
         with contextlib.suppress(OSError):
-            return open_store(address, int(port))[0]
+            return open_store(address, port)[0]
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     return of_attempt(store)
 

@@ -11,7 +11,7 @@ from windlass.text.forms import naming_dataset
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.prepare_text import ENOUGH_FOR_WORKERS, PreparedText, prepare_text
 from windlass.text.text_options import TextOptions
-from windlass.text.token_store import default_cache
+from windlass.text.token_store import TokenStore, default_cache
 
 
 def text_options(
@@ -44,6 +44,7 @@ def prepare_kept(
     name: str,
     show_progress: bool = True,
     images: ImageProcessing | None = None,
+    cache: TokenStore | None = None,
 ) -> PreparedText:
     """`prepare_text`, whose result is looked for in the cache of the user and kept there.
 
@@ -53,6 +54,7 @@ def prepare_kept(
         name: of the dataset, for errors and the bar, which is drawn for many rows, and only by a process that prepares
             them.
         images: what a processor makes of the rows' images; None: rows of text.
+        cache: another one than that of the user.
 
     Raises:
         ConfigError, DataError: as `prepare_text`.
@@ -73,7 +75,7 @@ def prepare_kept(
     try:
         with naming_dataset(name):
             return prepare_text(
-                dataset, tokenizer, options, images=images, cache=default_cache(), progress=advance
+                dataset, tokenizer, options, images=images, cache=cache or default_cache(), progress=advance
             )
     finally:
         for display in bar:

@@ -108,6 +108,7 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
         if not hasattr(config, "to_dict"):
             config, options = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **options)
+        quantization = quantization or _stored_form(config)
         config.name_or_path = name  # by which the tokenizer of a model is found
         # The dtype of the configuration is the default of `_from_config`, and what "auto" means.
         chosen = {} if dtype in (None, "auto") else {"dtype": dtype}
@@ -124,6 +125,14 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
 
     kind: Any = require("transformers", "look at a model").PreTrainedModel
     return attributes_of(kind, from_pretrained=classmethod(from_pretrained))
+
+
+def _stored_form(config: Any) -> Any:
+    """How the weights of a checkpoint are quantized by its configuration; None if they are whole."""
+    stored = getattr(config, "quantization_config", None)
+    if not isinstance(stored, dict):
+        return stored
+    return require("transformers.quantizers", "look at a model").AutoQuantizationConfig.from_dict(stored)
 
 
 _LARGEST_KNOWN = 2**20

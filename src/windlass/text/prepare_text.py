@@ -28,7 +28,7 @@ from windlass.text.summary import TextSummary
 from windlass.text.tables import StoredRows, first_of, is_stream, is_table, table_bytes, table_of
 from windlass.text.text_options import TextOptions
 from windlass.text.token_rows import TokenRows
-from windlass.text.token_store import Prepared, kept
+from windlass.text.token_store import Prepared, TokenStore, kept
 from windlass.text.worker_pool import as_rows, encode, in_batches
 
 # Fewer rows are prepared before a worker process has imported its packages.
@@ -58,7 +58,7 @@ def prepare_text(
     options: TextOptions | None = None,
     *,
     images: ImageProcessing | None = None,
-    cache: str | Path | None = None,
+    cache: TokenStore | str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreparedText:
     """Tokenize a dataset of any known form, give each token its label, and pack the rows if the options ask for it.
@@ -108,7 +108,11 @@ def refuse_passing(dataset: Any) -> None:
 
 
 def _prepared(
-    dataset: Any, tokenizer: Any, options: TextOptions, cache: str | Path | None, progress: Progress | None
+    dataset: Any,
+    tokenizer: Any,
+    options: TextOptions,
+    cache: TokenStore | str | Path | None,
+    progress: Progress | None,
 ) -> Prepared:
     plain, form = _formed(dataset, options)
     encoder = RowEncoder(tokenizer, options.of_tokens(), form, plain[0])

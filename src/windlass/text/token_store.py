@@ -37,18 +37,24 @@ def default_cache() -> Path:
     return home_folder(os.environ) / "text"
 
 
-def kept(cache: str | Path | None, key: str | None, prepare: Callable[[], Prepared]) -> Prepared:
+def kept(cache: TokenStore | str | Path | None, key: str | None, prepare: Callable[[], Prepared]) -> Prepared:
     """`TokenStore.get` in the folder `cache`; what `prepare` returns without a folder or a key."""
     if cache is None or key is None:
         return prepare()
-    return TokenStore(at_home(cache)).get(key, prepare)
+    store = cache if isinstance(cache, TokenStore) else TokenStore(at_home(cache))
+    return store.get(key, prepare)
 
 
 class TokenStore:
-    """A folder of prepared datasets. `folder` is made if it is missing; other processes and machines may share it."""
+    """A folder of prepared datasets.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._files = folder, Files()
+    Args:
+        folder: is made if it is missing; other processes and machines may share it.
+        must_keep: `get` raises OSError where the folder cannot be written; by default it warns.
+    """
+
+    def __init__(self, folder: Path, *, must_keep: bool = False) -> None:
+        self.folder, self._files, self._must_keep = folder, Files(), must_keep
         self._reported = ""  # the last damage: a folder is looked at twice
 
     def path(self, key: str) -> Path:
@@ -69,6 +75,8 @@ class TokenStore:
             self._files.ensure_folder(self.folder)
             found = self._found_or_locked(key, lock)
         except OSError as error:
+            if self._must_keep:
+                raise
             _logger.warning("prepared text cannot be kept (%s); set WINDLASS_HOME to another folder", error)
             return prepare()
         if found is not None:
@@ -79,9 +87,11 @@ class TokenStore:
             try:
                 self._save(key, *made)
             except OSError as error:
-                _logger.warning("prepared text was not kept: %s", error)
                 with contextlib.suppress(OSError):  # a full disk has no room for a part of it
                     self._files.remove_tree(self._unfinished(key))
+                if self._must_keep:
+                    raise
+                _logger.warning("prepared text was not kept: %s", error)
             return made
 
     def _found_or_locked(self, key: str, lock: RunLock) -> Prepared | None:

@@ -145,6 +145,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "expected"), [
     (["--num_processes", "3"], "this machine, which has 2 device(s)"),
     (["--gpu_ids", "0,5"], "--gpu_ids='0,5': names 5"),
+    (["--tee", "0:3,2:1"], "--tee='0:3,2:1': names a rank that this machine does not have: 0..1"),
     (["--gpu_ids", "0, 5"], "--gpu_ids='0, 5': names 5"),
     (["--gpu_ids", "1,1"], "--gpu_ids='1,1': names a device twice"),
     (["--mixed_precision", "bf16"], "--mixed_precision='bf16': has no bfloat16"),

@@ -136,8 +136,7 @@ def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
     yield from _script(plan)
     yield from _sizes(plan)
     yield from _multi_gpu(plan.settings)
-    if not _TEE.fullmatch(plan.tee):
-        yield _problem(plan, rows.TEE, "must be 0, 1, 2 or 3, or RANK:N pairs with commas between them")
+    yield from _tee(plan)
     if plan.log_dir is not None and is_url(plan.log_dir):
         yield _problem(plan, rows.LOG_DIR, "is a URL; name a folder of this machine")
     # What another engine decides is refused also if it would do no harm: a value without an effect misleads.
@@ -219,6 +218,14 @@ def _multi_gpu(settings: Settings) -> Iterator[Problem]:
     if flag is not None and flag.source == "flag" and strategy is not None and strategy.value == "fsdp":
         fix = f"requests replicas of the model, and {strategy.origin} shards; leave one of the two out"
         yield Problem(flag.origin, True, fix)
+
+
+def _tee(plan: LaunchPlan) -> Iterator[Problem]:
+    here = plan.processes // plan.machines
+    if not _TEE.fullmatch(plan.tee):
+        yield _problem(plan, rows.TEE, "must be 0, 1, 2 or 3, or RANK:N pairs with commas between them")
+    elif any(int(pair.partition(":")[0]) >= here for pair in plan.tee.split(",") if ":" in pair):
+        yield _problem(plan, rows.TEE, f"names a rank that this machine does not have: 0..{here - 1}")
 
 
 def _left_to_engine(plan: LaunchPlan) -> Iterator[Problem]:

@@ -1,0 +1,92 @@
+"""What the variables of a launcher say of this process, and what of them is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windlass.core.errors import ConfigError
+from windlass.core.world import World, check_alone, meeting_place, world_from_environment
+from windlass.dist.gang import join
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, *values: str | None) -> None:
+    for name, value in zip(_NAMES, values, strict=True):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("values", "world"),
+    [((None, None, None, None), World()), ((None, "1", "0", None), World()), (("1", None, None, None), World()),
+     (("3", "6", "1", "2"), World(3, 6, 1, 2)), (("1", "2", None, None), World(1, 2, 0, 1))],
+)  # fmt: skip
+def test_what_a_launcher_says(
+    values: tuple[str | None, ...], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set(monkeypatch, *values)
+    assert world_from_environment() == world
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [(("0", "1", "0", "0"), "LOCAL_WORLD_SIZE=0: must lie in 1..1 for WORLD_SIZE=1"),
+     (("0", "2", "0", "4"), "LOCAL_WORLD_SIZE=4: must lie in 1..2 for WORLD_SIZE=2"),
+     (("1", "2", "1", None), "LOCAL_RANK=1: must lie in 0..0 for LOCAL_WORLD_SIZE=1, the processes of this machine"),
+     (("0", "1", "-1", None), "LOCAL_RANK=-1: must lie in 0..0"),
+     (("2", "2", "0", "1"), "RANK=2: must lie in 0..1 for WORLD_SIZE=2"),
+     (("a", "2", "0", "1"), "RANK='a': must be a whole number")],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(
+    values: tuple[str | None, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the third, a process would wait for the first of a machine of its own, which there is not."""
+    _set(monkeypatch, *values)
+    with pytest.raises(ConfigError) as refused:
+        world_from_environment()
+    assert said in str(refused.value)
+
+
+def test_a_machine_is_known_where_machines_have_unequal_numbers_of_processes() -> None:
+    """Three on the first and one on the second: processes of one machine wait for its first."""
+    places = [World(0, 4, 0, 3), World(1, 4, 1, 3), World(2, 4, 2, 3), World(3, 4, 0, 1)]
+    assert [world.machine for world in places] == [0, 0, 0, 3]
+
+
+@pytest.mark.parametrize("size", [None, "", "0", "1"])
+def test_a_process_that_trains_alone(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch, None, size, None, None)
+    check_alone()
+
+
+def test_one_of_several_that_does_not_know_which_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would train alone."""
+    _set(monkeypatch, None, "2", "0", None)
+    with pytest.raises(ConfigError, match="WORLD_SIZE='2': RANK is not set"):
+        join(world_from_environment(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "said"),
+    [("", "29500", "MASTER_ADDR='': is needed"), ("node-1", "abc", "MASTER_PORT='abc': must be a port"),
+     ("node-1", "", "MASTER_PORT='': must be a port"), ("node-1", "70000", "MASTER_PORT='70000': must be a port")],
+)  # fmt: skip
+def test_where_the_processes_meet_is_checked(
+    address: str, port: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set(monkeypatch, "0", "2", "0", "2")
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ConfigError) as refused:
+        join(world_from_environment(), torch.device("cpu"))
+    assert said in str(refused.value)
+
+
+def test_where_the_processes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node-1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert meeting_place() == ("node-1", 29500)
