@@ -250,6 +250,17 @@ def test_weights_that_are_nowhere(tmp_path: Path) -> None:
         cpu_offload(empty, "cpu")
 
 
+def test_weights_and_buffers_without_data_are_named_where_a_model_is_moved_to_one_device(
+    tmp_path: Path,
+) -> None:
+    seeded_weights = {name: tensor for name, tensor in seeded().state_dict().items() if name != "position"}
+    save_weights(tmp_path, seeded_weights)
+    with init_empty_weights():
+        empty = Model()
+    with pytest.raises(ModelError, match="no data for position: load a checkpoint that has them"):
+        load_checkpoint_and_dispatch(empty, tmp_path, {"": "cpu"})
+
+
 def test_a_model_on_one_device_is_moved_there_without_hooks() -> None:
     model = dispatch_model(seeded(), {"": "cpu"})
     assert not hasattr(model, "_hf_hook")

@@ -216,14 +216,17 @@ def test_arguments_and_modules_reach_the_script(tmp_path: Path) -> None:
     assert "__main__ ['3']" in run(tmp_path, script, "-m", "script", "3").stdout
 
 
-def test_the_sitecustomize_of_the_installation_still_runs(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
-    (tmp_path / "script.py").write_text("print('script')\n")
+def test_the_sitecustomize_of_the_installation_still_runs_and_an_error_of_it_leaves_the_answers(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')\nimport absent_module\n")
+    (tmp_path / "script.py").write_text("import accelerate\nprint(accelerate.Accelerator.__module__)\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     environ |= environment(environ)
     command = [sys.executable, str(tmp_path / "script.py")]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
-    assert ended.stdout.split() == ["theirs", "script"], ended.stderr
+    assert ended.stdout.split() == ["theirs", "windlass.accelerator.accelerator"], ended.stderr
+    assert "No module named 'absent_module'" in ended.stderr
 
 
 def test_the_environment_is_extended_once() -> None:

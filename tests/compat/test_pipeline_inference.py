@@ -32,6 +32,29 @@ def test_one_process_has_all_layers() -> None:
         prepare_pippy(made(), ["1.1"], no_split_module_classes=["Sequential"])
 
 
+class OfNests(nn.Module):
+    """Takes its batch as a dict, in which a list holds a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = made()
+
+    def forward(self, inputs: dict[str, Any], scale: torch.Tensor) -> torch.Tensor:
+        rows, (shift,) = inputs["rows"], inputs["more"]
+        return self.layers(rows + shift) * scale  # type: ignore[no-any-return]
+
+
+def nested() -> tuple[dict[str, Any], torch.Tensor]:
+    return {"rows": batch(), "more": [batch().flip(0)], "name": "batch"}, torch.tensor(2.0).double()
+
+
+@pytest.mark.dist
+def test_batches_in_nests_are_divided_too() -> None:
+    expected = OfNests()(*nested()).tolist()
+    for found in on_ranks(2, run_nested):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 @pytest.mark.dist
 def test_two_processes_have_some_each() -> None:
     first, last = on_ranks(2, main)
@@ -55,3 +78,10 @@ def main() -> dict[str, Any]:
     model, output = run(gather_output=False)
     held = sum(p.numel() for p in model.parameters() if not isinstance(p, Absent))
     return {"output": output, "everywhere": run(gather_output=True)[1], "held": held}
+
+
+def run_nested() -> Any:
+    PartialState(cpu=True)
+    return prepare_pippy(OfNests(), example_args=nested(), num_chunks=3, gather_output=True)(
+        *nested()
+    ).tolist()

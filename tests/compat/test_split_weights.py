@@ -46,6 +46,14 @@ def test_weights_in_several_files_are_loaded(tmp_path: Path, safe: bool) -> None
         assert torch.equal(ours.state_dict()[name], tensor)
 
 
+def test_weights_on_the_meta_device_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, model().state_dict())
+    with torch.device("meta"):
+        empty = model()
+    with pytest.raises(MisfitError, match=r"on the meta device.*0\.weight.*load_checkpoint_in_model"):
+        load_sharded_checkpoint(empty, tmp_path)
+
+
 def test_names_that_do_not_match_are_an_error_or_named(tmp_path: Path) -> None:
     state = model().state_dict()
     state["other"] = state.pop("1.bias")

@@ -66,6 +66,48 @@ def test_the_others_end_with_an_error_that_the_command_line_shows_in_one_line(tm
     ]
 
 
+_SLOW = """
+import os, sys, time
+from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import PeerError
+
+args = TrainingArguments("out", use_cpu=True, ddp_timeout=1)
+try:
+    with args.main_process_first(desc="tokenising"):
+        while not os.path.exists("given-up"):
+            time.sleep(0.01)
+except PeerError as error:
+    sys.stdout.write(f"{error}\\n")
+    open("given-up", "x").close()
+"""
+_GONE = """
+import os, sys
+from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import PeerError
+
+args = TrainingArguments("out", use_cpu=True, ddp_timeout=60)
+try:
+    with args.main_process_first(desc="tokenising"):
+        os._exit(0)  # as one that is killed
+except PeerError as error:
+    sys.stdout.write(f"{error}\\n")
+"""
+
+
+@pytest.mark.dist
+def test_a_wait_that_is_too_long_names_what_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SLOW)
+    said = launch(2, tmp_path / "script.py", cwd=tmp_path)
+    assert "timed out waiting for the main process, which has not ended 'tokenising' after 1 s" in said
+
+
+@pytest.mark.dist
+def test_the_others_of_a_main_process_that_is_gone_say_where(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_GONE)
+    said = launch(2, tmp_path / "script.py", cwd=tmp_path)
+    assert "connection closed by the main process, before it ended 'tokenising'" in said
+
+
 _RESTARTED = """
 import os, sys, time
 from windlass.config.arguments import TrainingArguments

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from tests.trainer.small import Net, rows
 
 from windlass import Trainer, TrainingArguments
-from windlass.core.waiting import ThreadWaiting, shorten_waits, thread_waiting
+from windlass.core.waiting import ThreadWaiting, _libgomp, shorten_waits, thread_waiting
 
 
 class Machine:
@@ -110,6 +112,23 @@ def test_short_waits_use_less_processor_time_and_can_be_ended() -> None:
     spinning, asleep, again = map(float, done.stdout.split())
     assert asleep < 0.6 * spinning, "processor seconds with short waits"
     assert asleep < 0.6 * again, "processor seconds afterwards"
+
+
+_REPLACED = """
+import ctypes, os, sys
+ctypes.CDLL(sys.argv[1])
+os.unlink(sys.argv[1])
+from windlass.core.waiting import shorten_waits
+assert "libgomp.so.1 (deleted)" in open("/proc/self/maps").read()
+assert shorten_waits() is None
+"""
+
+
+@pytest.mark.skipif(_libgomp() is None, reason="PyTorch has another library of threads")
+def test_nothing_is_chosen_once_an_upgrade_has_replaced_the_library(tmp_path: Path) -> None:
+    """As of PyTorch in an environment in which a run goes on."""
+    shutil.copy(str(_libgomp()), tmp_path / "libgomp.so.1")
+    subprocess.run([sys.executable, "-c", _REPLACED, tmp_path / "libgomp.so.1"], check=True)
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 
+from windlass.core.attempt import open_store_of_job
 from windlass.core.errors import ConfigError
 from windlass.core.world import World, check_alone, meeting_place, world_from_environment
 from windlass.dist.gang import join
@@ -82,8 +85,21 @@ def test_where_the_processes_meet_is_checked(
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(ConfigError) as refused:
-        join(world_from_environment(), torch.device("cpu"))
+        open_store_of_job(0, 2)
     assert said in str(refused.value)
+
+
+def test_a_port_that_another_program_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of two jobs on one machine with the same MASTER_PORT."""
+    _set(monkeypatch, "0", "2", "0", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ConfigError, match=f"MASTER_PORT={port}: is in use on this machine"):
+            open_store_of_job(0, 2)
 
 
 def test_where_the_processes_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,15 @@ def test_a_difference_that_was_found_is_reported() -> None:
     assert line.endswith("as found on 2026-11-25: loss in update 1")
 
 
+@pytest.mark.parametrize("status", ["failed", "refused"])
+def test_what_was_not_compared_is_not_said_to_differ(status: str) -> None:
+    write_record(claim(), outcome(claim(), proven=False, status=status, difference="rank 1 was killed"))
+    assert describe(claim(), LAYOUT, "") == (
+        False,
+        "layout tp=2 cp=2: not proven equal to one process, as tried on 2026-11-25: rank 1 was killed",
+    )
+
+
 def test_the_key_is_that_of_kinds_layout_arguments_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     one = claim()
     # Other sizes, initial values, dtypes and caches are the same kind of model.

@@ -5,6 +5,7 @@ It is run as a file, with the folder of what it shall call as its argument.
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import sys
@@ -41,8 +42,10 @@ def run_call(folder: Path) -> None:
     from windlass.core.job_signals import end_with_parent
 
     end_with_parent(place["launcher"])
-    # What the function finds in `__main__` is sent with it.
-    sys.modules["__main__"] = ModuleType("__main__")
+    # What the function finds in `__main__` is sent with it, but for what Python gives each module that it runs: the
+    # compiler and custom functions of torch look that up among a function's globals.
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
     from torch.distributed.elastic.multiprocessing.errors import record
 
     try:

@@ -49,7 +49,7 @@ _OF_TYPES: dict[type, str] = {
     types.MappingProxyType: "MappingProxyType",
 }
 # Made by the class statement itself, or set when the class is made.
-_CLASS_LEAVES = {"__dict__", "__weakref__", "__slots__", "_abc_impl"}
+_CLASS_LEAVES = {"__dict__", "__weakref__", "__slots__", "_abc_impl", "_backward_cls"}
 
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

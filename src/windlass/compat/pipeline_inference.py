@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from windlass.compat.state import PartialState
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.trees import tensors_in
+from windlass.core.trees import map_leaves, tensors_in
 from windlass.dist.gang import current
 from windlass.transforms.pipeline_cut import find_cut
 from windlass.transforms.stage_balance import StageBalance
@@ -83,15 +83,14 @@ def _chunks(call: Call, count: int) -> list[Call]:
     rows = next((tensor.shape[0] for tensor in tensors_in(list(call)) if tensor.dim()), 1)
     count = min(count, rows)
 
-    def parts(value: Any) -> Sequence[Any]:
-        fits = isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
-        return torch.tensor_split(value, count) if fits else [value] * count
+    def has_rows(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
-    args, kwargs = [parts(value) for value in call[0]], {key: parts(value) for key, value in call[1].items()}
-    return [
-        (tuple(each[index] for each in args), {key: each[index] for key, each in kwargs.items()})
-        for index in range(count)
-    ]
+    def part(index: int) -> Call:
+        found: Call = map_leaves(lambda tensor: torch.tensor_split(tensor, count)[index], call, has_rows)
+        return found
+
+    return [part(index) for index in range(count)]
 
 
 def _joined(results: Sequence[Any]) -> Any:

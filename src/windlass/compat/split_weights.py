@@ -40,7 +40,7 @@ def load_sharded_checkpoint(
 
     Raises:
         CheckpointError: there is no index, or a file is damaged.
-        MisfitError: with `strict`, names are missing or unexpected; a shape differs.
+        MisfitError: with `strict`, names are missing or unexpected; a shape differs; a weight is on the meta device.
     """
     path = Path(folder)
     index = next((name for name in _INDEXES if (path / name).is_file()), None)
@@ -60,6 +60,12 @@ def load_sharded_checkpoint(
         wrong = [name for name, source in found.items() if tensors.shape(source) != tuple(state[name].shape)]
         if wrong:
             raise MisfitError(f"{path} has {len(wrong)} tensors of another shape: {shorten(wrong)}")
+        # A copy to them does nothing, and says nothing.
+        if empty := [name for name in found if local(state[name]).is_meta]:
+            raise MisfitError(
+                f"weights of this {type(model).__name__} are on the meta device, which has no memory to load "
+                f"{path} into: {shorten(empty)}; use load_checkpoint_in_model"
+            )
         # Nothing is changed before everything is checked.
         for name, source in found.items():
             local(state[name]).copy_(tensors.read(source, part(state[name])))

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from windlass.core.attempt import of_attempt
+from windlass.core.attempt import open_store_of_job
 from windlass.core.errors import PeerError
-from windlass.core.world import World, meeting_place
+from windlass.core.world import World
 
 _turn = itertools.count()
 
@@ -30,7 +30,7 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
     store = _store(world.rank, world.size)
     key = f"windlass/first/{next(_turn)}/{world.machine if local else 'all'}"
     if not (world.is_local_main if local else world.is_main):
-        store.wait([key], timeout)
+        _wait(store, key, description, timeout)
         if store.get(key) != b"done":
             raise PeerError(f"the main process failed at {description!r}; see its own error")
         yield
@@ -43,11 +43,23 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
     store.set(key, "done")
 
 
+def _wait(store: Any, key: str, description: str, timeout: timedelta) -> None:
+    # Here, because a torch that was built without distribution has none.
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    try:
+        store.wait([key], timeout)
+    except DistStoreError:
+        seconds = timeout.total_seconds()
+        raise PeerError(
+            f"timed out waiting for the main process, which has not ended {description!r} after {seconds:g} s: give "
+            "ddp_timeout more seconds, or do this before the job"
+        ) from None
+    except DistNetworkError as error:
+        raise PeerError(f"connection closed by the main process, before it ended {description!r}") from error
+
+
 @functools.cache
 def _store(rank: int, size: int) -> Any:
     """The store of this attempt of the job; the process group that is made later uses the same one."""
-    from torch.distributed.rendezvous import rendezvous
-
-    meeting_place()
-    store, _, _ = next(rendezvous("env://", rank, size))
-    return of_attempt(store)
+    return open_store_of_job(rank, size)

@@ -98,12 +98,16 @@ def _seconds_without_core() -> float | None:
 
 def shorten_waits() -> Callable[[], None] | None:
     """Add threads that do nothing to libgomp's, one more than there are cores. Returns what ends them; None if PyTorch
-    was built with another library.
+    was built with another library, or its file is gone.
     """
     path = _libgomp()
     if path is None:
         return None
-    library, free = ctypes.CDLL(path), ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+    try:
+        library = ctypes.CDLL(path)
+    except OSError:  # an upgrade has replaced the file that this process has loaded
+        return None
+    free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
     count = ctypes.c_uint((os.cpu_count() or 1) + 1)
     made, over = threading.Event(), threading.Event()
 

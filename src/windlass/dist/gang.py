@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from windlass.core.attempt import of_attempt, uses_launchers_store
+from windlass.core.attempt import open_store_of_job, uses_launchers_store
 from windlass.core.device import backend_for
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.mesh import VIEWS, Mesh, View
@@ -375,14 +375,11 @@ def _store_of_meeting(world: World, timeout: timedelta) -> Any:
 
 def _open_store(world: World, timeout: timedelta, address: str, port: int) -> Any:
     """The store of this attempt of the job."""
-    from torch.distributed.rendezvous import rendezvous
-
     if not uses_launchers_store() and world.is_main and is_loopback(address) and port:
         # An error: this process holds a store there already, which torch finds again.
         with contextlib.suppress(OSError):
             return open_store(address, port)[0]
-    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    return of_attempt(store)
+    return open_store_of_job(world.rank, world.size, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -157,7 +157,9 @@ def describe(claim: Claim, layout: AxisLayout, command: str) -> tuple[bool, str]
         return False, f"layout {layout}: not proven equal to one process; prove it with: {command}"
     if found["proven"]:
         return True, f"layout {layout}: proven on {found['date']}"
-    return (
-        False,
-        f"layout {layout}: differs from one process, as found on {found['date']}: {found['difference']}",
+    # A layout that failed, as where the machine ran out of memory, was compared with nothing.
+    was_compared = found.get("status", "differs") == "differs"
+    what = (
+        "differs from one process, as found" if was_compared else "not proven equal to one process, as tried"
     )
+    return False, f"layout {layout}: {what} on {found['date']}: {found['difference']}"

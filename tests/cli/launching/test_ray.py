@@ -11,7 +11,7 @@ from tests.cli.launching.test_local import SCRIPT
 from tests.dist.launch import end_of
 
 from windlass.cli.launching.launch_plan import LaunchPlan
-from windlass.cli.launching.ray import show
+from windlass.cli.launching.ray import run, show
 from windlass.core.errors import ConfigError
 
 
@@ -30,6 +30,16 @@ def test_unknown_options_are_refused() -> None:
         show(LaunchPlan("train.py", engine="ray", engine_options={"adress": "x"}))
     with pytest.raises(ConfigError, match=r"engine_options\.resources_per_worker='CPU:2'"):
         show(LaunchPlan("train.py", engine="ray", engine_options={"resources_per_worker": "CPU:2"}))
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+@pytest.mark.parametrize("address", ["nowhere", "auto"])
+def test_a_cluster_that_is_not_there_is_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which Ray sets
+    with pytest.raises(
+        ConfigError, match=rf"engine_options\.address='{address}': no cluster of Ray is there"
+    ):
+        run(LaunchPlan(str(SCRIPT), engine="ray", cpu=True, engine_options={"address": address}))
 
 
 @pytest.mark.slow

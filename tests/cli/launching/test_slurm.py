@@ -83,6 +83,28 @@ def test_options_that_slurm_does_not_have_are_refused_together() -> None:
     assert "engine_options.wait='perhaps': must be True or False" in str(caught.value)
 
 
+def test_what_slurm_says_of_a_job_that_it_does_not_take_is_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("srun", ""), ("sbatch", "echo sbatch: error: invalid partition >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plan = replace(PLAN, machines=1)
+    said = "Slurm did not take the job: sbatch: error: invalid partition"
+    with pytest.raises(ConfigError, match=said):
+        run(replace(plan, engine_options={"partition": "long", "folder": str(tmp_path / "jobs")}))
+    (tmp_path / "file").write_text("")
+    for machines in (1, 2):  # of several, the folder has their secret, too
+        with pytest.raises(ConfigError, match=r"engine_options\.folder=.* cannot hold the files of the job"):
+            run(replace(PLAN, machines=machines, engine_options={"folder": str(tmp_path / "file" / "jobs")}))
+
+
+def test_this_machine_alone_stands_for_no_cluster_of_several() -> None:
+    with pytest.raises(ConfigError, match="runs the job on this machine alone: leave --num_machines out"):
+        run(replace(PLAN, engine_options={"cluster": "local"}))
+
+
 def test_a_machine_without_slurm_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="needs srun on PATH: start it on a login node"):

@@ -16,7 +16,7 @@ from windlass.cli.launching.launch_checks import TOKEN_VARIABLE
 from windlass.cli.launching.local import command
 from windlass.cli.launching.worker_environment import worker_environment
 from windlass.config.kinds import document
-from windlass.core.errors import ConfigError, Problem, refuse, unknown
+from windlass.core.errors import ConfigError, Problem, first_line, refuse, unknown
 from windlass.core.optional import require
 from windlass.core.redact import redact_command
 from windlass.core.world import World
@@ -41,7 +41,7 @@ def run(plan: LaunchPlan) -> int:
     ray, train = require("ray", "launch on Ray"), require("ray.train", "launch on Ray")
     started = not ray.is_initialized()
     if started:
-        ray.init(address=job["address"], log_to_driver=True)
+        _start(ray, job["address"])
     try:
         trainer = require("ray.train.v2.api.data_parallel_trainer", "launch on Ray").DataParallelTrainer(
             run_rank,
@@ -59,6 +59,14 @@ def run(plan: LaunchPlan) -> int:
         if started:
             ray.shutdown()
     return 0
+
+
+def _start(ray: Any, address: str | None) -> None:
+    try:
+        ray.init(address=address, log_to_driver=True)
+    except (ConnectionError, ValueError) as error:
+        fix = f"no cluster of Ray is there: {first_line(error)}"
+        raise ConfigError(Problem("engine_options.address", address, fix)) from error
 
 
 def _devices_in_common() -> Any:

@@ -68,8 +68,9 @@ class NodeJob:
 def run(plan: LaunchPlan) -> int:
     """Submit the job; return 0 at once, or with `wait` its exit code when it has ended."""
     options, parameters = _options(plan)
-    if options["cluster"] == "slurm" and shutil.which("srun") is None:
-        fix = "needs srun on PATH: start it on a login node of Slurm, or add --engine_options cluster=local"
+    missing = [name for name in ("srun", "sbatch") if shutil.which(name) is None]
+    if options["cluster"] == "slurm" and missing:
+        fix = f"needs {missing[0]} on PATH: start it on a login node of Slurm, or add --engine_options cluster=local"
         raise ConfigError(Problem(f"--{rows.ENGINE.flags[0]}", "slurm", fix))
     folder, shared = options["folder"], _shared_parameters()
     python = {f"{options['cluster']}_python": _python()}
@@ -79,9 +80,16 @@ def run(plan: LaunchPlan) -> int:
     executor.update_parameters(**{names[key]: value for key, value in parameters.items()})
     # `update_parameters` leaves out what is None, and with it the wish for no limit.
     executor.parameters.update({key: None for key, value in parameters.items() if value is None})
-    if plan.machines > 1 and read_token(plan.token_file, os.environ) is None:
-        plan = dataclasses.replace(plan, token_file=_token_file(folder))
-    job = executor.submit(NodeJob(to_text(plan), folder))
+    try:
+        if plan.machines > 1 and read_token(plan.token_file, os.environ) is None:
+            plan = dataclasses.replace(plan, token_file=_token_file(folder))
+        job = executor.submit(NodeJob(to_text(plan), folder))
+    except OSError as error:
+        fix = f"cannot hold the files of the job ({error}); name a folder that can be written"
+        raise ConfigError(Problem("engine_options.folder", folder, fix)) from error
+    except require("submitit.core.utils", "launch on Slurm").FailedJobError as error:
+        fix = f"Slurm did not take the job: {' '.join(str(error).split())}"
+        raise ConfigError(Problem("engine_options", dict(plan.engine_options), fix)) from error
     say(f"windlass launch: job {job.job_id}; its files are in {folder}")
     if not options["wait"] and options["cluster"] == "slurm":
         return 0
@@ -122,6 +130,9 @@ def _options(plan: LaunchPlan) -> tuple[dict[str, Any], dict[str, Any]]:
     refuse(_problems(values))
     given = {**_OWN, **values}
     own = {key: given.pop(key) for key in _OWN}
+    if own["cluster"] == "local" and plan.machines > 1:
+        fix = "runs the job on this machine alone: leave --num_machines out"
+        raise ConfigError(Problem("engine_options.cluster", "local", fix))
     given = {key: value for key, value in given.items() if key not in _LIMITS["slurm"] or value is not None}
     parameters = {
         "name": Path(plan.script).stem,

@@ -268,6 +268,8 @@ def dispatch_model(
     check_device_map(model, device_map)
     places = places_of(device_map)
     if len(places) == 1 and "disk" not in places and not force_hooks:
+        if places[0] not in ("meta", META):
+            _refuse_without_data(model)
         model.to(places[0])
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
@@ -293,6 +295,15 @@ def dispatch_model(
     _guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _refuse_without_data(model: nn.Module) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if absent := [name for name, tensor in tensors if tensor.is_meta]:
+        raise ModelError(
+            f"no data for {shorten(absent)}: load a checkpoint that has them. Buffers that no checkpoint has get "
+            "their data where the model is built, unless include_buffers is set"
+        )
 
 
 def _offloaded_weights(

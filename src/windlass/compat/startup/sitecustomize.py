@@ -17,12 +17,15 @@ def _run_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-_run_next()
-if os.environ.get("WINDLASS_COMPAT"):
-    from windlass.compat.import_hook import install
-    from windlass.core.lazy import import_torch_uncollected
-    from windlass.core.package_remarks import mute_import_remarks
+try:
+    _run_next()
+finally:
+    # Whatever it raises, Python goes on with the script, which is to run on Windlass.
+    if os.environ.get("WINDLASS_COMPAT"):
+        from windlass.compat.import_hook import install
+        from windlass.core.lazy import import_torch_uncollected
+        from windlass.core.package_remarks import mute_import_remarks
 
-    mute_import_remarks()
-    import_torch_uncollected()
-    install()
+        mute_import_remarks()
+        import_torch_uncollected()
+        install()
