@@ -59,6 +59,19 @@ def test_a_run_that_continues_says_where(make_args: Any) -> None:
     assert out.getvalue().endswith("] continued after step 2\n")
 
 
+def test_a_subclass_writes_by_the_bar_of_transformers(make_args: Any) -> None:
+    class Writing(ProgressCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if state.is_world_process_zero and self.training_bar is not None:
+                self.training_bar.write(f"step {state.global_step}")
+
+    out = io.StringIO()
+    callback = Writing(file=out)
+    run(callback, make_args())
+    assert [line.split("] ")[1] for line in out.getvalue().splitlines()] == ["step 2", "step 4"]
+    assert callback.training_bar is None
+
+
 def test_a_terminal_gets_a_bar_that_ends_full(make_args: Any) -> None:
     out = Terminal()
     run(ProgressCallback(file=out), make_args())

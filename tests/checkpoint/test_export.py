@@ -13,7 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.checkpoint.faults import CountingFiles, failing, save, vanish
 from tests.checkpoint.test_faults import in_child
+from torch import nn
 
+from windlass import Accelerator
 from windlass.checkpoint.export import ExportOptions, export_file, export_folder, model_files
 from windlass.checkpoint.stored import Folder, open_folder
 from windlass.checkpoint.weights import ALIASES_KEY, save_weights
@@ -194,3 +196,38 @@ def test_a_link_to_an_empty_folder_is_kept_and_the_folder_filled(tmp_path: Path)
     export_folder(source(tmp_path, 1), link, ExportOptions())
     assert link.is_symlink()
     assert value_of(tmp_path / "large-disk" / "model.safetensors") == 1
+
+
+def loop_of(models: int, folder: Path) -> Folder:
+    """What a loop of so many models, each with an Adam, saved after an update."""
+    accelerator = Accelerator(cpu=True)
+    for number in range(models):
+        made = nn.Linear(2, 2)
+        nn.init.constant_(made.weight, float(number))
+        model, optimizer = accelerator.prepare(made, torch.optim.Adam(made.parameters(), lr=0.0))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    accelerator.save_state(folder)
+    accelerator.end_training()
+    return open_folder(folder)
+
+
+def test_of_several_models_of_a_loop_the_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export_file(loop_of(3, tmp_path / "loop"), tmp_path / "first.safetensors", ExportOptions())
+    assert "holds 3 models, and this is the first" in caplog.text
+    assert "model_1, model_2 in it" in caplog.text
+    caplog.clear()
+    export_file(open_folder(tmp_path / "loop" / "model_2"), tmp_path / "third.safetensors", ExportOptions())
+    assert load_file(tmp_path / "third.safetensors")["weight"].unique().tolist() == [2.0]
+    export_file(loop_of(1, tmp_path / "one"), tmp_path / "only.safetensors", ExportOptions())
+    assert not caplog.text
+
+
+def test_the_optimizer_of_a_loop_is_exported_if_it_is_the_only_one(tmp_path: Path) -> None:
+    options = ExportOptions("optimizer")
+    export_file(loop_of(1, tmp_path / "one"), tmp_path / "moments.safetensors", options)
+    assert "weight/exp_avg" in load_file(tmp_path / "moments.safetensors")
+    with pytest.raises(CheckpointError, match=r"the state of 2 optimizers.*optimizer_0\*\.safetensors"):
+        export_file(loop_of(2, tmp_path / "two"), tmp_path / "none.safetensors", options)

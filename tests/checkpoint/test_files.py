@@ -4,9 +4,11 @@ import errno
 import fcntl
 import hashlib
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -202,6 +204,22 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="grew"):
             # Its size is 0 and its content is not.
             Files().read(Path("/proc/self/status"), 10)
+
+
+def test_too_many_open_files_are_refused_with_the_way_to_allow_more(tmp_path: Path) -> None:
+    """As by a merge of the parts of a thousand ranks."""
+    (tmp_path / "file").touch()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, limits[1]))
+    try:
+        with (
+            ExitStack() as opened,
+            pytest.raises(CheckpointError, match=r"Too many open files; .* \(ulimit -n 65536\)"),
+        ):
+            # Whatever the process has open beside them.
+            _ = [opened.enter_context(Files().reading(tmp_path / "file")) for _ in range(40)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_which_errors_are_the_disks() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.checkpoint.faults import CountingFiles, failing, vanish
 from tests.checkpoint.test_faults import in_child
 from tests.checkpoint.test_weights import Tied
@@ -53,6 +54,20 @@ def test_what_is_elsewhere_is_written_in_the_dtype_of_its_place(tmp_path: Path) 
         tmp_path, {"a": place}, 80, offloaded=lambda name: torch.tensor([1.0, 2.0], dtype=torch.float64)
     )
     assert load_file(tmp_path / "model.safetensors")["a"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("file", ["a", "b"])
+def test_a_tensor_in_two_files_is_read_from_the_one_that_the_index_names(tmp_path: Path, file: str) -> None:
+    """As of a model whose files were replaced in part."""
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        tensors = {"weight": torch.full((2, 2), value), "bias": torch.full((2,), value)}
+        save_file(tensors, tmp_path / f"{name}.safetensors", {"format": "pt"})
+    places = {"weight": f"{file}.safetensors", "bias": f"{'ab'[file == 'a']}.safetensors"}
+    (tmp_path / SPLIT_INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    model = nn.Linear(2, 2)
+    load_folder(tmp_path, model)
+    values = (model.weight[0, 0].item(), model.bias[0].item())
+    assert values == ((1.0, 2.0) if file == "a" else (2.0, 1.0))
 
 
 @pytest.mark.parametrize("fault", [vanish, failing()])

@@ -119,6 +119,21 @@ def test_alpaca_trains_the_output(tmp_path: Path) -> None:
     assert small.tokenizer().decode([i for i in row["labels"] if i != -100]) == "sat on <eos>"
 
 
+@pytest.mark.parametrize(
+    "read",
+    [{"text": "the cat sat on"}, {"messages": [{"role": "user", "content": "the cat sat on"}]}],
+    ids=["text", "messages"],
+)
+def test_columns_beside_those_that_are_read_do_not_ask_for_completions(
+    read: dict[str, Any], tmp_path: Path
+) -> None:
+    """tatsu-lab/alpaca has the text of a row beside what it was made of."""
+    trainer = trainer_of(tmp_path, [{"instruction": "the cat", "output": "sat on", **read}])
+    row = trainer.train_dataset[0]
+    assert -100 not in row["labels"]
+    assert "the cat sat on" in small.tokenizer().decode(row["labels"])
+
+
 def test_a_stream_is_trained_on(tmp_path: Path) -> None:
     stream, given = small.table(small.texts()).to_iterable_dataset(), AcceleratorConfig(dispatch_batches=True)
     trainer = trainer_of(tmp_path, stream, accelerator_config=given)

@@ -54,8 +54,15 @@ def test_tails_are_cut_at_line_ends_and_nothing_is_lost(texts: list[list[str]]) 
 def test_too_little_to_share_is_said() -> None:
     with pytest.raises(DataError, match="eval_fraction"):
         splits.hold_out(records(["one"]), "x.jsonl: 1 records", 0.05, 1)
-    with pytest.raises(DataError, match="too short"):
-        splits._hold_out_tails(records(["one"]), "text", 0.1)
+
+
+def test_texts_of_one_line_are_held_out_whole(tmp_path: Path) -> None:
+    rows = [{"text": f"line {number}"} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataSpec(train=str(tmp_path / "rows.jsonl"), eval_fraction=0.25)
+    train, held = splits.load_records(data, seed=1, cut_texts=True)
+    assert len(held) == 5
+    assert sorted(values["text"] for _, values in train + held) == sorted(row["text"] for row in rows)
 
 
 def test_labels_are_ordered_by_value() -> None:
@@ -84,6 +91,8 @@ def test_one_class_and_unknown_class_are_refused() -> None:
     for nothing in ("", float("nan")):
         with pytest.raises(DataError, match="row 1: column 'label' is empty"):
             splits.label_names([*records(["1"], "label"), ("row 1", {"label": nothing})], "label")
+    with pytest.raises(DataError, match=r"row 1: column 'label' must hold one class, .* holds a list"):
+        splits.label_names([*records(["1"], "label"), ("row 1", {"label": [0, 2]})], "label")
     with pytest.raises(DataError, match="row 0: class '7' never occurs"):
         splits.label_ids(records(["7"], "label"), "label", ["0", "1"])
 

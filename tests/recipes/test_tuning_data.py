@@ -9,7 +9,7 @@ from tests.finetuning import small
 from windlass.cli.main import main
 from windlass.core.errors import DataError
 from windlass.recipes.recipe import load_recipe
-from windlass.recipes.schema import DataSpec
+from windlass.recipes.schema import DataSpec, Recipe
 from windlass.recipes.tuning_data import load_tuning_data, takes_turns, tuning_rows, tuning_texts
 from windlass.text.forms import LocatedRows
 from windlass.text.mixture import DatasetMixture
@@ -107,6 +107,22 @@ def test_an_invalid_row_is_named_by_its_line(tmp_path: Path, capsys: pytest.Capt
                     f"tokenizer={tmp_path / 'model'}"]):  # fmt: skip
         assert main(command) == 2
         assert "chats.jsonl:14: messages[1] (assistant) has no content" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "text.txt"])
+def test_rows_are_trained_on_to_their_end(name: str, tmp_path: Path) -> None:
+    """A text of a file of its own is not an example: its last lines are held out."""
+    texts = [f"question {number}\n\nanswer {number}" for number in range(20)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / name).write_text(lines if name == "rows.jsonl" else "\n".join(texts))
+    data = DataSpec(train=str(tmp_path / name), eval_fraction=0.25)
+    parts = load_tuning_data(Recipe(task="sft", data=data), seed=1)
+    found = [row["text"] for row in (*parts.train, *parts.evaluation)]
+    if name == "rows.jsonl":
+        assert len(parts.evaluation) == 5
+        assert sorted(found) == sorted(texts)
+    else:
+        assert "".join(found).strip() == "\n".join(texts)
 
 
 def test_an_invalid_row_is_named_by_its_line_where_a_tokenizer_is_trained_on_it(tmp_path: Path) -> None:

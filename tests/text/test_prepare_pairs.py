@@ -36,10 +36,12 @@ def test_a_prompt_is_what_both_answers_begin_with(chosen: str, rejected: str, pr
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_prompt_that_is_null_is_refused_beside_texts(whole: bool) -> None:
-    """As `datasets` fills it in where a row of a file has none."""
-    with pytest.raises(DataError, match="row 1: column 'prompt' is null: give each row a prompt"):
-        prepare_pairs([ROWS[0], {**ROWS[1], "prompt": None}], byte_tokenizer(), PairOptions(whole=whole))
+@pytest.mark.parametrize("lost", [{"prompt": None}, {}], ids=["null", "missing"])
+def test_a_prompt_that_a_row_lacks_is_refused_beside_texts(lost: dict[str, Any], whole: bool) -> None:
+    """`datasets` fills in null where a row of a file has none."""
+    row = {"chosen": " b c", "rejected": " d", **lost}
+    with pytest.raises(DataError, match="row 1: column 'prompt' is missing or null: give each row a prompt"):
+        prepare_pairs([ROWS[0], row], byte_tokenizer(), PairOptions(whole=whole))
 
 
 def test_rows_are_found_by_number_from_both_ends() -> None:

@@ -126,6 +126,10 @@ def test_options_of_groups_may_be_numbers_of_numpy(tmp_path: Path) -> None:
         ({"optim_groups": {"haed": {"lr": 1.0}}}, "did you mean 'head'"),
         ({"optim_groups": {"head": {"momentun": 0.1}}, "optim": "sgd"}, "did you mean 'momentum'"),
         ({"layerwise_lr_decay": 1.5}, "must be above 0 and at most 1"),
+        (
+            {"optim": "sgd", "optim_args": "nesterov=true"},
+            "optim_args={'nesterov': 'true'}: sgd: Nesterov momentum",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_the_first_update(

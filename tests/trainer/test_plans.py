@@ -134,7 +134,7 @@ def test_a_precision_that_is_assigned_later_is_refused(
     """The Accelerator of the Trainer would compute in the first one, and the logs would name the other."""
     trainer = made(tmp_path)
     trainer.args.bf16 = True
-    for call in (trainer.train, trainer.evaluate, trainer.create_accelerator_and_postprocess):
+    for call in (trainer.train, trainer.evaluate):
         with pytest.raises(ConfigError, match=r"mixed precision 'bf16'.*made with mixed precision 'no'"):
             call()
 

@@ -14,7 +14,8 @@ from tests.dist.launch import launch, on_ranks, run_script
 from tests.trainer.small import Net, rows
 from tests.trainer.test_losses import samples, trainer_for
 
-from windlass import Trainer, TrainingArguments
+from windlass import Accelerator, Trainer, TrainingArguments
+from windlass.core.errors import WindlassError
 from windlass.trainer.uncalled import NEVER_CALLED
 
 ROLLOUTS = Path(__file__).parent / "rollout_run.py"
@@ -93,6 +94,34 @@ def test_a_method_of_any_name_is_overridden_once(tmp_path: Path) -> None:
     trainer.predict(rows(8))
     trainer.save_model()
     assert called == set(names)
+
+
+def test_the_accelerator_of_a_trainer_is_its_own(tmp_path: Path) -> None:
+    """Copies of transformers' method make another one, or read what only its own classes have."""
+
+    class Making(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            self.accelerator = Accelerator()
+
+    class Reading(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            self._build_accelerator_args(fsdp_plugin=None)
+
+    args = arguments(tmp_path, max_steps=1)
+    for kind, message in (
+        (Making, "trainer.accelerator='Accelerator': "),
+        (Reading, "'_build_accelerator_args'; "),
+    ):
+        with pytest.raises(WindlassError, match=rf"{message}the Trainer makes its accelerator itself"):
+            kind(Net(), args)
+
+
+def test_a_second_call_for_the_accelerator_keeps_it(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path, max_steps=1), train_dataset=rows(8))
+    accelerator = trainer.accelerator
+    trainer.create_accelerator_and_postprocess()
+    assert trainer.accelerator is accelerator
+    trainer.train()
 
 
 def test_every_public_method_can_be_overridden(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class ProgressCallback(TrainerCallback):
 
     Attributes:
         samples: samples that this run has trained on, for the speed; set by the run before each log.
+        training_bar: what shows the run, while it lasts, for subclasses: `write(text)` adds a line.
     """
 
     def __init__(self, max_str_len: int = 100, file: TextIO | None = None) -> None:
@@ -36,6 +37,8 @@ class ProgressCallback(TrainerCallback):
         self._file = file
         self.samples = 0.0
         self._preparing: Activity | None = None
+        # Two names: subclasses that scripts have assign bars of another kind to the public one.
+        self.training_bar: Any = None
         self._training: Display | None = None
         self._alone: Display | None = None  # an evaluation or prediction outside training
         self._batches = 0
@@ -45,7 +48,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.close()
-        self._training = self._open(state.max_steps, "train", state, state.global_step)
+        self.training_bar = self._training = self._open(state.max_steps, "train", state, state.global_step)
         self._training.count("samples", 0.0)
         if state.global_step == 0:
             self._training.count("tokens", 0.0)
@@ -119,7 +122,7 @@ class ProgressCallback(TrainerCallback):
             self._preparing = None
         if self._training is not None:
             self._training.close()
-            self._training = None
+            self.training_bar = self._training = None
 
 
 def length_of(loader: Any) -> int | None:

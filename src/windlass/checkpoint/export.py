@@ -22,14 +22,25 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from windlass.checkpoint.codec import is_of_value
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
+from windlass.checkpoint.names import shorten
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split
 from windlass.checkpoint.store import is_checkpoint
-from windlass.checkpoint.stored import Folder, StoredTensors, find_weights, open_optimizer, open_weights
+from windlass.checkpoint.stored import (
+    Folder,
+    StoredTensors,
+    find_weights,
+    further_models,
+    open_optimizer,
+    open_weights,
+    optimizer_stem,
+)
 from windlass.checkpoint.tensor_file import Shaped, stream_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME, with_aliases
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import working_folder
+from windlass.core.logs import get_logger
 
+_logger = get_logger(__name__)
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
 _CONFIG = "config.json"
 # Further files for `from_pretrained`: configurations, tokenizer or processor. Their code is in `_code_of`.
@@ -278,7 +289,18 @@ def _recover(target: Path, files: Files) -> None:
 @contextmanager
 def _converted(source: Folder, options: ExportOptions) -> Iterator[_Converted]:
     """The tensors to export, with their dtypes and shapes in the result, and a function that reads one."""
-    with open_optimizer(source) if options.tensors == "optimizer" else open_weights(source) as tensors:
+    if options.tensors == "optimizer":
+        opened = open_optimizer(source, optimizer_stem(source))
+    else:
+        opened = open_weights(source)
+        if further := further_models(source):
+            _logger.warning(
+                "%s holds %d models, and this is the first: the others are exported from the folders %s in it",
+                source.path,
+                1 + len(further),
+                shorten(further),
+            )
+    with opened as tensors:
         shaped = {name: _shaped_as(tensors, name, options) for name in tensors.names}
         yield tensors, shaped, lambda name: tensors.read(name).to(shaped[name].dtype)
 

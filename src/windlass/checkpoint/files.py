@@ -234,7 +234,8 @@ class Files:
                 ) from error
             if isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise CheckpointError(f"{path} is missing") from error
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            fix = "; let a process open more (ulimit -n 65536)" if error.errno == errno.EMFILE else ""
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}{fix}") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise CheckpointError(f"{path} is not a plain file")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,8 @@ _WEIGHTS = (
 )
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")  # files of torch.save, of which nothing is executed
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_FURTHER_MODEL = re.compile(r"(model_\d+)/")
+_OPTIMIZER_FILE = re.compile(rf"({OPTIMIZER}(?:_\d+)?)(?:\.safetensors|\.parts\.json)")
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 
 
@@ -83,10 +85,18 @@ class StoredTensors(TensorSource):
         self.formats: dict[Path, str] = {}
         super().__init__(self._known)
 
-    def add(self, source: TensorSource, rename: Callable[[str], str] = str) -> None:
-        for name in source.names:
+    def add(
+        self,
+        source: TensorSource,
+        rename: Callable[[str], str] = str,
+        elsewhere: Collection[str] = (),
+    ) -> list[str]:
+        """Add the tensors of a file, but for names that lie `elsewhere`; return the names that were added."""
+        added = [name for name in source.names if name not in elsewhere]
+        for name in added:
             self._places[rename(name)] = source, name
             self._known[rename(name)] = source.shaped(name)
+        return added
 
     def read(self, name: str, wanted: Part | None = None) -> Tensor:
         source, stored = self._places[name]
@@ -111,6 +121,12 @@ def _checkpoints_inside(folder: Folder) -> list[str]:
     parents = (name.removesuffix(f"/{MANIFEST_NAME}") for name in folder.names if "/" in name)
     steps = [found for found in map(_CHECKPOINT.fullmatch, parents) if found is not None]
     return [found[0] for found in sorted(steps, key=lambda found: int(found[1]))]
+
+
+def further_models(folder: Folder) -> list[str]:
+    """Names of the folders in a checkpoint with the models of a loop beside the first one."""
+    found = (_FURTHER_MODEL.match(name) for name in folder.names)
+    return sorted({name[1] for name in found if name is not None}, key=lambda name: (len(name), name))
 
 
 @contextmanager
@@ -166,7 +182,9 @@ def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: 
     if astray := [name for name in listed if Path(name).name != name or name in (".", "..")]:
         raise CheckpointError(f"{path} names {astray[0][:100]!r}, which does not lie in its folder")
     for name in sorted(listed):
-        known = _add_file(tensors, folder, name, opened)
+        # A file may hold more than the index lists in it, if files of several saves were joined.
+        elsewhere = {weight for weight, place in places.items() if place != name}
+        known = _add_file(tensors, folder, name, opened, elsewhere)
         if missing := [repr(weight[:100]) for weight in listed[name] if weight not in known]:
             raise CheckpointError(
                 f"{folder.path / name} lacks what {path.name} lists in it: {shorten(missing)}"
@@ -175,8 +193,12 @@ def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: 
     tensors.aliases |= read_aliases(path, metadata if isinstance(metadata, dict) else {})
 
 
-def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack) -> set[str]:
-    """Add a file of safetensors or, by its name, of another format; return the names in it."""
+def _add_file(
+    tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack, elsewhere: Collection[str] = ()
+) -> set[str]:
+    """Add a file of safetensors or, by its name, of another format, but for names that lie `elsewhere`; return the
+    names in it.
+    """
     path = folder.path / name
     weights: Any
     if name in _OF_DEEPSPEED or path.suffix in PICKLED:
@@ -187,10 +209,20 @@ def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitSta
         weights = _open_file(folder, name, opened)
         tensors.formats[path] = weights.metadata.get("format", "pt")
         aliases = read_aliases(path, weights.metadata)
-    tensors.add(weights)
     tensors.aliases |= aliases
-    tensors.paths |= dict.fromkeys(weights.names, path)
+    tensors.paths |= dict.fromkeys(tensors.add(weights, elsewhere=elsewhere), path)
     return {*weights.names, *aliases}
+
+
+def optimizer_stem(folder: Folder) -> str:
+    """What the names of the files of the optimizer begin with. Raises CheckpointError if a loop had several."""
+    found = sorted({name[1] for name in map(_OPTIMIZER_FILE.fullmatch, folder.names) if name is not None})
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder.path} holds the state of {len(found)} optimizers, and the state of one is exported: read their "
+            f"files, {', '.join(f'{stem}*.safetensors' for stem in found[:3])}"
+        )
+    return found[0] if found else OPTIMIZER
 
 
 @contextmanager

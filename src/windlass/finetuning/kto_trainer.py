@@ -49,7 +49,7 @@ def as_judged_rows(dataset: Any) -> Any:
     made: dict[str, list[dict[str, Any]]] = {CHOSEN: [], REJECTED: []}
     try:
         for number, row in enumerate(dataset):
-            for name, answer in _answers(row, number).items():
+            for name, answer in _answers(row, number, "prompt" in columns).items():
                 made[name].append({**answer, "label": name == CHOSEN})
     except RowError as error:
         raise error.located(dataset) from None
@@ -57,13 +57,13 @@ def as_judged_rows(dataset: Any) -> Any:
     return LocatedRows([*made[CHOSEN], *made[REJECTED]], [*origins, *origins])
 
 
-def _answers(row: Any, number: int) -> dict[str, dict[str, Any]]:
+def _answers(row: Any, number: int, has_prompts: bool) -> dict[str, dict[str, Any]]:
     if not isinstance(row, Mapping):
         raise RowError(number, f"must be a mapping of columns, not {type(row).__name__}")
     for name in (CHOSEN, REJECTED):
         if row.get(name) is None:
             raise RowError(number, f"column {name!r} is missing or null")
-    prompt, answers = split_prompt(row, [row[CHOSEN], row[REJECTED]], number)
+    prompt, answers = split_prompt(row, [row[CHOSEN], row[REJECTED]], number, has_prompts)
     extras = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
     return {
         name: {"prompt": prompt, COMPLETION: answer, **extras}

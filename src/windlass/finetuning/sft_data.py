@@ -11,7 +11,7 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.finetuning.prepared_text import prepare_kept, text_options
 from windlass.finetuning.sft_config import SFTConfig
-from windlass.text.forms import place_of
+from windlass.text.forms import Form, place_of, recognise_form
 from windlass.text.image_messages import COLUMNS, has_image_parts
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.mixture import DatasetMixture
@@ -22,8 +22,6 @@ from windlass.transforms.model_limits import ModelLimits
 logger = get_job_logger(__name__)
 
 _MASKS = ("completion_mask", "assistant_masks")
-# Prompts and completions, as they are and in the form of Alpaca.
-_PAIRS = ({"prompt", "completion"}, {"instruction", "output"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +149,14 @@ def _may_have_parts(feature: Any) -> bool:
 
 
 def trains_on_completions(args: SFTConfig, dataset: Any, formatted: bool) -> bool:
-    """Resolve `completion_only_loss`: by default True if rows have a prompt and a completion, under any names."""
+    """Resolve `completion_only_loss`: by default True if rows are read as a prompt and a completion."""
     if args.completion_only_loss is not None:
         return args.completion_only_loss
-    columns = columns_of(dataset)
-    is_tokenized = "input_ids" in columns
-    return not formatted and not is_tokenized and any(pair <= columns for pair in _PAIRS)
+    try:
+        form = recognise_form(columns_of(dataset), args.dataset_text_field)
+    except DataError:
+        return False  # raised again, with the row, when the rows are prepared
+    return not formatted and form in (Form.PROMPT_COMPLETION, Form.ALPACA)
 
 
 def _check_transform(dataset: Any) -> None:

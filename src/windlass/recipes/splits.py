@@ -26,7 +26,9 @@ def load_records(data: DataSpec, seed: int, *, cut_texts: bool) -> tuple[list[Re
         return train, []
     is_text = data.completion_column is None and all(data.text_column in values for _, values in train)
     if cut_texts and is_text and len(train) < ENOUGH_DOCUMENTS:
-        return _hold_out_tails(train, data.text_column, data.eval_fraction)
+        heads, tails = _hold_out_tails(train, data.text_column, data.eval_fraction)
+        if tails:  # else the texts have one line each
+            return heads, tails
     return hold_out(train, f"{data.train}: {len(train)} records", data.eval_fraction, seed)
 
 
@@ -46,7 +48,7 @@ def hold_out(rows: list[Any], amount: str, fraction: float, seed: int) -> tuple[
 
 
 def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[list[Record], list[Record]]:
-    """Hold out the last `fraction` of every text, cut at the end of a line."""
+    """Hold out the last `fraction` of every text, cut at the end of a line; nothing of those that have one line."""
     train, held = [], []
     for (where, values), text in zip(records, texts(records, name), strict=True):
         cut = text.rfind("\n", 0, int(len(text) * (1 - fraction))) + 1
@@ -56,17 +58,20 @@ def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[
             held.append((where, {**values, name: text[cut:]}))
         elif cut == 0:
             train.append((where, values))
-    if not held:
-        raise DataError(
-            "the text is too short to hold out a part of it; name data.eval or set data.eval_fraction=0"
-        )
     return train, held
 
 
 def _labels(records: list[Record], name: str) -> list[str]:
-    """The class of each record. Raises DataError for one without: an empty cell would be a class of its own."""
+    """The class of each record. Raises DataError for one without, as an empty cell would be a class of its own, and for
+    one with several.
+    """
     values = column(records, name)
     for (where, _), value in zip(records, values, strict=True):
+        if isinstance(value, list | tuple | dict):
+            kind = type(value).__name__
+            raise DataError(
+                f"{where}: column {name!r} must hold one class, a word or a number, and holds a {kind}"
+            )
         if not str(value).strip() or value != value:  # NaN, as tables of numbers have it
             raise DataError(f"{where}: column {name!r} is empty: give the row a class, or leave it out")
     return [str(value) for value in values]

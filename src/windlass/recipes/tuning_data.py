@@ -15,7 +15,7 @@ from windlass.finetuning.sft_data import holds_images, trains_on_completions
 from windlass.finetuning.templates import take_over_template
 from windlass.recipes.arranged_rows import arranged, formats_of
 from windlass.recipes.readers import Record, read_records, texts
-from windlass.recipes.schema import DataSpec, Recipe, RecipeParts, TokenizerTraining, format_of
+from windlass.recipes.schema import PLAIN_TEXT, DataSpec, Recipe, RecipeParts, TokenizerTraining, format_of
 from windlass.recipes.splits import load_records
 from windlass.recipes.tokenizing import WRITER, build_tokenizer
 from windlass.text.forms import LocatedRows, RowError, is_conversational_row, recognise_form, standardised
@@ -27,6 +27,7 @@ from windlass.text.text_options import TextOptions
 Rows = Sequence[Mapping[str, Any]] | DatasetMixture
 # Of a stream, which may have no end: enough text for a tokenizer and a small base.
 _FIRST_ROWS = 1000
+_WHOLE_TEXTS = (*PLAIN_TEXT, "folder")  # formats of which a file is one text
 _KINDS = ("text", "image")  # of parts of messages
 # Of a new tokenizer: the name of each role and its text, up to an end token.
 _CHAT_TEMPLATE = (
@@ -63,8 +64,12 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     if data.streaming:
         return _open_stream(recipe, saved_tokenizer)
     mixed = data.mixture or [data.train]
+    # A row of a table is an example of what the model is to write: cut, it would end before its answer.
     parts = {
-        path: load_records(replace(data, train=path, mixture=None), seed, cut_texts=True) for path in mixed
+        path: load_records(
+            replace(data, train=path, mixture=None), seed, cut_texts=format_of(path, data) in _WHOLE_TEXTS
+        )
+        for path in mixed
     }
     sources = {path: tuning_rows(train, data) for path, (train, _) in parts.items()}
     # One file of evaluation data, or a part of each source.

@@ -147,6 +147,7 @@ class PairEncoder(RowEncoder):
     def __init__(self, tokenizer: Any, options: PairOptions, example: Row) -> None:
         self._columns, self._whole = options.answers, options.whole
         name_unread(example)
+        self._has_prompts = "prompt" in example
         first = self._pieces(example, 0)[0]
         super().__init__(tokenizer, options, Form.PROMPT_COMPLETION, first)
 
@@ -185,7 +186,7 @@ class PairEncoder(RowEncoder):
                 number,
                 f"{self._columns[0]} and {self._columns[1]} are equal, so the row states no preference; remove it",
             )
-        prompt, answers = split_prompt(row, answers, number)
+        prompt, answers = split_prompt(row, answers, number, self._has_prompts)
         extras = {name: row[name] for name in EXTRAS if row.get(name)}
         return [{"prompt": prompt, "completion": answer, **extras} for answer in answers]
 
@@ -232,18 +233,23 @@ class PairEncoder(RowEncoder):
         found.documents.append([shared, *map(len, rest)])
 
 
-def split_prompt(row: Row, answers: list[Any], number: int) -> tuple[Any, list[Any]]:
+def split_prompt(
+    row: Row, answers: list[Any], number: int, has_prompts: bool = False
+) -> tuple[Any, list[Any]]:
     """The prompt of row `number`, and its answers without it. A text beside answers that are messages is a copy.
+    `has_prompts`: other rows have a column of prompts.
 
     Raises:
         RowError: there is no prompt, and the answers do not begin with one.
     """
     prompt = row.get("prompt")
     # Any two texts begin with the same characters, if only with none: a prompt that was lost would not show.
-    if prompt is None and "prompt" in row and len(answers) > 1 and isinstance(answers[0], str):
+    is_lost = prompt is None and (has_prompts or "prompt" in row)
+    if is_lost and len(answers) > 1 and isinstance(answers[0], str):
         raise RowError(
             number,
-            "column 'prompt' is null: give each row a prompt, or remove the column if the answers begin with it",
+            "column 'prompt' is missing or null: give each row a prompt, or remove the column if the answers begin "
+            "with it",
         )
     if prompt is None or (isinstance(prompt, str) and isinstance(answers[0], list)):
         return _shared_prompt(answers, number)

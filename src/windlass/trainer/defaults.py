@@ -40,6 +40,10 @@ from windlass.transforms.quantization_aware import apply_qat as apply_qat
 publishing: Any = LazyModule("windlass.trainer.publishing")
 
 logger = get_job_logger(__name__)
+OWN_ACCELERATOR = (
+    "the Trainer makes its accelerator itself, by the arguments: set accelerator_config, ddp_timeout, ddp_backend, "
+    "fsdp or deepspeed there; a create_accelerator_and_postprocess may only add to self.accelerator"
+)
 
 
 def checked_arguments(args: object) -> TrainingArguments:

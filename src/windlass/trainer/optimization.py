@@ -11,7 +11,7 @@ from windlass.assemble.engine_values import engine_schedule
 from windlass.assemble.resolve import resolve_optimizer
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import CallPlan, OptimizerPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.core.logs import get_job_logger
 from windlass.optim.groups import (
     arranged,
@@ -57,7 +57,14 @@ def new_optimizer(
     groups = arranged(model, cls, parameter_groups(model, plan, decaying))
     if getattr(cls, "projects", False):
         groups = projected_groups(model, groups, plan.targets)
-    optimizer = make_optimizer(groups, cls, kwargs)
+    try:
+        optimizer = make_optimizer(groups, cls, kwargs)
+    except ValueError as error:
+        # Options that do not go together are known to the class alone.
+        if given is None and plan.options and not isinstance(error, WindlassError):
+            fix = f"{plan.name}: {error}"
+            raise ConfigError(Problem("optim_args", dict(plan.options), fix)) from error
+        raise
     check_group_options(plan.groups, optimizer.defaults)
     return optimizer
 

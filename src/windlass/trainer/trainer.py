@@ -58,6 +58,7 @@ from windlass.trainer.losses import (
 from windlass.trainer.wrappers import innermost, labels_in_signature, returns_loss_by_default
 
 if TYPE_CHECKING:
+    from windlass.accelerator.accelerator import Accelerator
     from windlass.callbacks.handler import CallbackHandler
     from windlass.config.plan import CallPlan
     from windlass.core.events import TrainerControl, TrainerState
@@ -140,7 +141,7 @@ class Trainer:
         defaults.seed_all(self.args)
         set_trainer_verbosity(self.args.get_process_log_level())
         self._session = session.Session.open(self.args)
-        self.create_accelerator_and_postprocess()
+        self._open_accelerator()
         self.model_init, self.is_in_train = model_init, False
         # Of a subclass of the arguments: in transformers it is a property that is made to be overridden.
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
@@ -214,9 +215,17 @@ class Trainer:
         """The collator if none is given: it pads if the tokenizer can pad, and stacks otherwise."""
         return defaults.default_collator(self.processing_class)
 
+    def _open_accelerator(self) -> None:
+        self._engine, self._accelerator = services.open_accelerator(self._session, self._plans)
+        try:
+            self.create_accelerator_and_postprocess()
+        # A copy of transformers' method reads what only its own classes have.
+        except AttributeError as error:
+            what = f"{type(self).__name__}.create_accelerator_and_postprocess"
+            raise ModelError(f"{what}: {error}; {defaults.OWN_ACCELERATOR}") from error
+
     def create_accelerator_and_postprocess(self) -> None:
-        """Make `self.accelerator`: device, ranks and precision."""
-        self._engine, self.accelerator = services.open_accelerator(self._session, self._plans)
+        """Called once `self.accelerator` is made, for a subclass that adds to it; does nothing."""
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which gets `trial`, that of a search or None, if it takes an argument."""
@@ -333,6 +342,15 @@ class Trainer:
     def is_world_process_zero(self) -> bool:
         """Return True on the first process of the job."""
         return self._session.world.is_main
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Device, ranks and precision; prepares other models that a script trains beside this one."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, value: Any) -> None:
+        raise ConfigError(Problem("trainer.accelerator", type(value).__name__, defaults.OWN_ACCELERATOR))
 
     @property
     def is_fsdp_enabled(self) -> bool:
@@ -510,7 +528,7 @@ class Trainer:
             else:
                 loss = self.compute_loss(model, inputs)
         total = check_differentiable(loss)
-        self.accelerator.backward(loss)
+        self._accelerator.backward(loss)
         return total.detach()
 
     def compute_loss(
