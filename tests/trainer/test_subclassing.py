@@ -124,6 +124,18 @@ def test_a_second_call_for_the_accelerator_keeps_it(tmp_path: Path) -> None:
     trainer.train()
 
 
+def test_a_script_may_let_go_of_the_accelerator_or_never_let_one_be_made(tmp_path: Path) -> None:
+    class TrainsByItself(Trainer):
+        def __init__(self) -> None:
+            self.accelerator = Accelerator(cpu=True)
+
+    trainer = Trainer(Net(), arguments(tmp_path, max_steps=1), train_dataset=rows(8))
+    trainer.train()
+    trainer.accelerator = None
+    assert trainer.accelerator is None
+    assert TrainsByItself().accelerator.num_processes == 1
+
+
 def test_every_public_method_can_be_overridden(tmp_path: Path) -> None:
     """A subclass that replaces all of them at once, each by one that passes on, trains to the same bits."""
     skipped = {"init_hf_repo", "push_to_hub", "hyperparameter_search"}  # refused by name

@@ -350,6 +350,10 @@ class Trainer:
 
     @accelerator.setter
     def accelerator(self, value: Any) -> None:
+        # Scripts let go of it after training, or train by themselves without this constructor.
+        if value is None or "_accelerator" not in self.__dict__:
+            self._accelerator = value
+            return
         raise ConfigError(Problem("trainer.accelerator", type(value).__name__, defaults.OWN_ACCELERATOR))
 
     @property
