@@ -100,6 +100,7 @@ def test_an_error_of_a_service_does_not_show_credentials(url: str) -> None:
 def test_what_is_fetched_is_durable_under_its_name(tmp_path: Path, url: str) -> None:
     save(tmp_path / "a", url, 3)
     (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)  # another program's
+    (tmp_path / "b" / "checkpoint-3" / "file").touch()
     store = MirroredStore(Mirror(tmp_path / "b", Faulty(url)), files=(files := CountingFiles()))
     CheckpointManager(store).choose(True)
     assert files.operations[-4:] == [
