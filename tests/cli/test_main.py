@@ -134,7 +134,6 @@ def test_the_command_that_resumes_trains_the_same(pieces: list[list[str]]) -> No
     [
         ["init", "digits", "file/recipe.yaml"],
         ["convert-config", "theirs.yaml", "--output", "absent/recipe.yaml"],
-        ["config", "--default", "--config_file", "file/launch.yaml"],
         ["checkpoint", "ls", "file/run"],
     ],
 )
