@@ -50,7 +50,7 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "ProgressCallback": {
-        _DISPLAY: ("current_step", "prediction_bar", "training_bar"),
+        _DISPLAY: ("current_step", "prediction_bar"),
     },
     "ParallelMode": {SAGEMAKER: ("SAGEMAKER_DATA_PARALLEL", "SAGEMAKER_MODEL_PARALLEL")},
     "BatchRebalanceSampler": {INSIDE: ("QUADRATIC_COST_COEF", "has_tail", "num_full_batches", "remainder")},
