@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,17 +86,12 @@ class StoredTensors(TensorSource):
         super().__init__(self._known)
 
     def add(
-        self,
-        source: TensorSource,
-        rename: Callable[[str], str] = str,
-        elsewhere: Collection[str] = (),
-    ) -> list[str]:
-        """Add the tensors of a file, but for names that lie `elsewhere`; return the names that were added."""
-        added = [name for name in source.names if name not in elsewhere]
-        for name in added:
+        self, source: TensorSource, rename: Callable[[str], str] = str, names: Iterable[str] | None = None
+    ) -> None:
+        """Add the tensors of a file, by default all of them."""
+        for name in source.names if names is None else names:
             self._places[rename(name)] = source, name
             self._known[rename(name)] = source.shaped(name)
-        return added
 
     def read(self, name: str, wanted: Part | None = None) -> Tensor:
         source, stored = self._places[name]
@@ -141,7 +136,7 @@ def open_weights(folder: Folder, name: str | None = None) -> Iterator[StoredTens
         elif name.endswith(".json"):
             _add_split(tensors, folder, name, opened)
         else:
-            _add_file(tensors, folder, name, opened)
+            _add_file(tensors, folder, name, opened, {})
         yield tensors
 
 
@@ -182,9 +177,7 @@ def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: 
     if astray := [name for name in listed if Path(name).name != name or name in (".", "..")]:
         raise CheckpointError(f"{path} names {astray[0][:100]!r}, which does not lie in its folder")
     for name in sorted(listed):
-        # A file may hold more than the index lists in it, if files of several saves were joined.
-        elsewhere = {weight for weight, place in places.items() if place != name}
-        known = _add_file(tensors, folder, name, opened, elsewhere)
+        known = _add_file(tensors, folder, name, opened, places)
         if missing := [repr(weight[:100]) for weight in listed[name] if weight not in known]:
             raise CheckpointError(
                 f"{folder.path / name} lacks what {path.name} lists in it: {shorten(missing)}"
@@ -194,10 +187,12 @@ def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: 
 
 
 def _add_file(
-    tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack, elsewhere: Collection[str] = ()
+    tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack, places: Mapping[str, str]
 ) -> set[str]:
-    """Add a file of safetensors or, by its name, of another format, but for names that lie `elsewhere`; return the
-    names in it.
+    """Add a file of safetensors or, by its name, of another format; return the names in it.
+
+    Args:
+        places: the file from which a name is to be read, if the index has it: files of several saves may be joined.
     """
     path = folder.path / name
     weights: Any
@@ -210,7 +205,9 @@ def _add_file(
         tensors.formats[path] = weights.metadata.get("format", "pt")
         aliases = read_aliases(path, weights.metadata)
     tensors.aliases |= aliases
-    tensors.paths |= dict.fromkeys(tensors.add(weights, elsewhere=elsewhere), path)
+    own = [weight for weight in weights.names if places.get(weight, name) == name]
+    tensors.add(weights, names=own)
+    tensors.paths |= dict.fromkeys(own, path)
     return {*weights.names, *aliases}
 
 

@@ -86,13 +86,8 @@ def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> 
         secret: its value is never printed.
         others: attributes of its `Rules`, and options of its command-line flag (as `choices`, which are checked too).
     """
-    form = (
-        document
-        if others.get("document")
-        else as_stride
-        if others.get("bounds") in (STRIDE, INTERVAL)
-        else None
-    )
+    is_stride = others.get("bounds") in (STRIDE, INTERVAL)
+    form = document if others.get("document") else as_stride if is_stride else None
     rules = Rules(**{"form": form, **{name: value for name, value in others.items() if name in _RULE_NAMES}})
     flag = {name: value for name, value in others.items() if name not in _RULE_NAMES}
     info = _Declared({"help": help, _RULES: rules, **flag})
