@@ -94,10 +94,10 @@ class MicroSteps(StepHooks):
         """Take the gradients that a step has computed by itself, with the loss that it returned."""
         if micro_batches > 1 or not self._executor.has_own_gradients():
             raise ModelError(
-                "the training step returned without calling `self.accelerator.backward(loss)`. What it computes by "
-                "itself, as by a raw `loss.backward()`, bypasses accumulation, loss scaling and the reduction over "
-                "ranks: it is taken only if gradients are there and there is nothing to bypass. Call it, or "
-                "`super().training_step(...)`"
+                "the training step returned without calling `self.accelerator.backward(loss)`, which scales, sums and "
+                "reduces gradients. Those that a step computes by itself, as by a raw `loss.backward()`, are taken, if "
+                "there are any, on one process only, for updates of one micro-batch, without fp16, DeepSpeed or "
+                "updates in the backward. Call it, or `super().training_step(...)`"
             )
         if not isinstance(returned, Tensor) or returned.numel() != 1:
             raise ModelError(
