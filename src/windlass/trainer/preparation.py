@@ -205,6 +205,7 @@ def prepare_run(
     loader = hooks.get_train_dataloader()
     plan, source, place = plan_run(args, services, hooks, loader, checkpoint)
     align_special_tokens(hooks.model, tokenizer)
+    hooks.wrap_model()
     created: tuple[Any, Any] = (None, None)
 
     def create(steps: int) -> tuple[Any, Any]:
