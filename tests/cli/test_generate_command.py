@@ -189,6 +189,23 @@ def test_options_out_of_range_are_refused(words: tuple[str, str], run: Path, cap
     assert f"{words[0]}={words[1]}" in capsys.readouterr().err.replace(".0", "")
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("--temperature", "inf"), "must be at least 0, and finite"),
+        (("--temperature", "nan"), "must be at least 0, and finite"),
+        (("--temperature", "-1"), "must be at least 0\n"),
+        (("--top-p", "inf"), "must be above 0 and at most 1, and finite"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_as_such(
+    words: tuple[str, str], fix: str, run: Path, capsys: Shown
+) -> None:
+    assert main(["generate", str(run), "the cat", *words]) == 2
+    said = capsys.readouterr().err.replace(".0", "")
+    assert f"{words[0]}={words[1]}: {fix}" in said
+
+
 def test_a_model_that_searches_with_beams_prints_the_best(run: Path, tmp_path: Path, capsys: Shown) -> None:
     shutil.copytree(find_model(str(run)), tmp_path / "beams")
     file = tmp_path / "beams" / "generation_config.json"

@@ -148,7 +148,7 @@ def test_another_host_needs_the_token(runs: Path) -> None:
     with server(runs, "--host", "0.0.0.0") as (port, rest):
         for path in ("/", "/page?run=first", "/events?run=first"):
             assert ask(port, path)[0] == 403
-            assert ask(port, path, Cookie="windlass_token=x")[0] == 403
+            assert ask(port, path, Cookie=f"windlass_token_{port}=x")[0] == 403
         assert ask(port, "/?token=wrong")[0] == 403
         status, headers, _ = ask(port, rest)
         assert (status, headers["location"]) == (303, "/")
@@ -156,6 +156,16 @@ def test_another_host_needs_the_token(runs: Path) -> None:
         assert "HttpOnly" in cookie
         assert "samesite=strict" in cookie.lower()
         assert ask(port, "/page?run=first", Cookie=cookie.partition(";")[0], Host="node17")[0] == 200
+
+
+def test_two_servers_of_one_machine_do_not_log_each_other_out(runs: Path) -> None:
+    """A browser has one set of cookies for all ports of a machine."""
+    with server(runs, "--host", "0.0.0.0") as first, server(runs, "--host", "0.0.0.0") as second:
+        cookies = dict(
+            ask(port, rest)[1]["set-cookie"].partition(";")[0].split("=", 1) for port, rest in (first, second)
+        )
+        sent = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        assert [ask(port, "/", Cookie=sent)[0] for port, _ in (first, second)] == [200, 200]
 
 
 def test_more_runs_than_a_page_shows_are_refused(port: int) -> None:

@@ -54,6 +54,54 @@ def test_what_cannot_be_is_refused(
     assert said in str(refused.value)
 
 
+def _set_by_slurm(monkeypatch: pytest.MonkeyPatch, rank: int, local: int, node: int, tasks: str) -> None:
+    """As `export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS` does for five tasks."""
+    _set(monkeypatch, str(rank), "5", str(local), None)
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", tasks)
+    monkeypatch.setenv("SLURM_NODEID", str(node))
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "node", "size"), [(0, 0, 0, 2), (1, 1, 0, 2), (2, 0, 1, 2), (3, 1, 1, 2), (4, 0, 2, 1)]
+)
+def test_slurm_says_how_many_processes_a_machine_has(
+    rank: int, local: int, node: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set_by_slurm(monkeypatch, rank, local, node, "2(x2),1")
+    assert world_from_environment() == World(rank, 5, local, size)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x5)")  # of the step, where the other is of the job
+    monkeypatch.setenv("SLURM_NODEID", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert world_from_environment() == World(rank, 5, 0, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert world_from_environment() == World(rank, 5, 0, 3)
+
+
+@pytest.mark.parametrize(("rank", "local", "node"), [(1, 0, 0), (1, 0, 1), (2, 2, 0)])
+def test_a_place_that_slurm_does_not_say_is_refused(
+    rank: int, local: int, node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A LOCAL_RANK that is always 0, and tasks that are dealt to the machines in turn."""
+    _set_by_slurm(monkeypatch, rank, local, node, "2(x2),1")
+    ranks = f"{2 * node}..{2 * node + 1}"
+    with pytest.raises(
+        ConfigError, match=rf"LOCAL_RANK={local}: .*RANK={rank} on a machine with ranks {ranks}"
+    ):
+        world_from_environment()
+
+
+@pytest.mark.parametrize(("tasks", "node"), [("4", "0"), ("", "0"), ("5", "")])
+def test_a_job_that_is_not_of_slurms_tasks_is_not_sized_by_them(
+    tasks: str, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set_by_slurm(monkeypatch, 1, 0, 0, tasks)
+    monkeypatch.setenv("SLURM_NODEID", node)
+    assert world_from_environment() == World(1, 5, 0, 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK=1: must lie in 0\.\.0 for LOCAL_WORLD_SIZE=1"):
+        world_from_environment()
+
+
 def test_a_machine_is_known_where_machines_have_unequal_numbers_of_processes() -> None:
     """Three on the first and one on the second: processes of one machine wait for its first."""
     places = [World(0, 4, 0, 3), World(1, 4, 1, 3), World(2, 4, 2, 3), World(3, 4, 0, 1)]

@@ -85,6 +85,12 @@ def test_they_meet_again_in_the_store_of_a_launcher() -> None:
     on_ranks(2, meet_again, store.port, timeout=60)
 
 
+@pytest.mark.dist
+def test_processes_that_slurm_starts_meet() -> None:
+    """Two tasks on one machine and one on the next, without the LOCAL_WORLD_SIZE of torchrun."""
+    assert on_ranks(3, placed_by_slurm, timeout=60) == [[0, 1], [0, 1], [2]]
+
+
 # --- what each rank runs ----------------------------------------------------------------------------------------------
 
 
@@ -212,6 +218,19 @@ def main() -> None:
     gang.barrier()
     leave()
     leave()
+
+
+def placed_by_slurm() -> list[int]:
+    """The ranks of this machine, with which it exchanges alone."""
+    node, local = divmod(RANK, 2)
+    del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ.update(LOCAL_RANK=str(local), SLURM_TASKS_PER_NODE="2,1", SLURM_NODEID=str(node))
+    gang = join(world_from_environment(), CPU, 60)
+    there = torch.zeros(SIZE)
+    there[RANK] = 1
+    torch.distributed.all_reduce(there, group=gang.machine_group())
+    leave()
+    return there.nonzero().flatten().tolist()
 
 
 MEETINGS, LATE_SECONDS = 4, 0.5

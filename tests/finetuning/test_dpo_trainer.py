@@ -99,6 +99,26 @@ def test_a_full_disk_keeps_no_log_probabilities_and_stops_no_run(
     assert len(list(home.iterdir())) == 1
 
 
+def test_a_run_that_writes_the_same_log_probabilities_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run may write them at the same time: its temporary file is not this one's."""
+    home = tmp_path / "home" / "reference"
+    monkeypatch.setenv("WINDLASS_HOME", str(home.parent))
+    written: list[Path] = []
+
+    def begin_twice(self: Files, operation: str, path: Path) -> None:
+        if operation == "create" and path.parent == home:
+            written.append(path)
+            if len(written) == 1:
+                trainer_of(tmp_path / "other", precompute_ref_log_probs=True)
+
+    monkeypatch.setattr(Files, "before", begin_twice)
+    trainer_of(tmp_path / "one", precompute_ref_log_probs=True)
+    assert len(set(written)) == 2
+    assert len(list(home.iterdir())) == 1
+
+
 def test_what_was_kept_of_a_model_with_equal_weights_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,11 +172,21 @@ def test_the_learning_rate_falls_from_layer_to_layer() -> None:
         ({"betas": [0.9]}, r"betas=\[0.9\]: must be 2 numbers"),
         ({"betas": "ab"}, r"betas='ab': must be 2 numbers"),
         ({"eps": None}, r"eps=None: must be a number"),
+        ({"amsgrad": "no"}, r"amsgrad='no': must be true or false, as False"),
+        ({"amsgrad": 1}, r"amsgrad=1: must be true or false"),
+        ({"proj_type": True}, r"proj_type=True: must be text, as std"),
+        ({"beta1": 1.5}, r"beta1=1\.5: must be at least 0 and below 1"),
+        ({"beta1": "high"}, r"beta1='high': must be a number"),
+        ({"clip_threshold": 0.0}, r"clip_threshold=0\.0: must be above 0"),
     ],
 )
 def test_an_option_that_the_optimizer_cannot_use_is_refused(options: dict[str, Any], message: str) -> None:
-    defaults = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "fused": None}
-    check_group_options({"head": {"lr": 1, "betas": [0, 0.5], "fused": True}}, defaults)
+    defaults = {
+        "lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "fused": None, "amsgrad": False,
+        "proj_type": "std", "beta1": None, "clip_threshold": 1.0,
+    }  # fmt: skip
+    check_group_options({"head": {"lr": 1, "betas": [0, 0.5], "fused": True, "amsgrad": True}}, defaults)
+    check_group_options({"head": {"proj_type": "right", "beta1": None}, "tail": {"beta1": 0.5}}, defaults)
     check_group_options({"head": {"eps": (None, 1e-4)}}, {"eps": (None, 1e-3)})
     with pytest.raises(ConfigError, match=rf"optim_groups\['head'\]\.{message}"):
         check_group_options({"head": options}, defaults)

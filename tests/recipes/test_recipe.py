@@ -98,6 +98,12 @@ def test_all_problems_at_once_with_line_and_nearest_key(tmp_path: Path, text: Pa
     assert sorted(found) == sorted(wanted)
 
 
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_a_temperature_that_is_not_finite_is_refused(value: str, tmp_path: Path, text: Path) -> None:
+    found = complaint(write(tmp_path, GOOD.format(text=text)), [f"sample.temperature={value}"])
+    assert found == [f"sample.temperature={value[1:]}: must be 0 or more, and finite"]
+
+
 def test_an_override_replaces_a_setting_that_the_file_spells_in_one_word(tmp_path: Path, text: Path) -> None:
     body = GOOD.format(text=text) + "parallel:\n  mesh.pp_schedule: gpipe\n"
     recipe = load_recipe(write(tmp_path, body), ["parallel.mesh.pp_schedule=1f1b"])

@@ -354,6 +354,13 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ):
         ours(tmp_path / "frozen", frozen, token_rows(8), str(start))
     adam = torch.load(start / "optimizer.pt", weights_only=True)
+    second = adam["state"][3].pop("exp_avg_sq")
+    torch.save(adam, start / "optimizer.pt")
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.pt is malformed: .* lacks exp_avg_sq, which AdamW"
+    ):
+        ours(tmp_path / "moment", bert(), token_rows(8), str(start))
+    adam["state"][3]["exp_avg_sq"] = second
     for group in adam["param_groups"]:  # as an Adam saves it, whose other options are those of AdamW
         group["decoupled_weight_decay"] = False
     torch.save(adam, start / "optimizer.pt")

@@ -114,6 +114,11 @@ def test_options_of_groups_may_be_numbers_of_numpy(tmp_path: Path) -> None:
     trainer = run(tmp_path, "sgd", 1, watched=False, optim_groups={"head": options})
     group = trainer.optimizer.param_groups[-1]
     assert [repr(group[key]) for key in options] == ["0.5", "0", "0.75"]
+    options = {"betas": (np.float32(0.5), np.float64(0.75)), "amsgrad": np.bool_(True)}
+    group = run(
+        tmp_path / "adam", "adamw_torch", 1, watched=False, optim_groups={"head": options}
+    ).optimizer.param_groups[-1]
+    assert [repr(group[key]) for key in options] == ["(0.5, 0.75)", "True"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,26 @@ def test_options_of_groups_may_be_numbers_of_numpy(tmp_path: Path) -> None:
         ({"optim_groups": {"head": 3}}, "must be a dict of options"),
         ({"optim_groups": {"haed": {"lr": 1.0}}}, "did you mean 'head'"),
         ({"optim_groups": {"head": {"momentun": 0.1}}, "optim": "sgd"}, "did you mean 'momentum'"),
+        (
+            {"optim_groups": {"head": {"amsgrad": "no"}}},
+            "optim_groups['head'].amsgrad='no': must be true or false",
+        ),
+        (
+            {"optim_groups": {"head": {"momentum": -0.5}}, "optim": "sgd"},
+            "optim_groups['head'].momentum=-0.5: must",
+        ),
+        (
+            {"optim_groups": {"head": {"betas": [0.9, 1.5]}}, "optim": "lion_32bit"},
+            "optim_groups['head'].betas=[0.9, 1.5]: must be numbers of at least 0 and below 1",
+        ),
+        (
+            {"optim_groups": {"head": {"eps": -1e-8}}},
+            "optim_groups['head'].eps=-1e-08: must be a number of at least 0",
+        ),
+        (
+            {"optim_groups": {"head": {"lr": [0.1]}}},
+            "optim_groups['head'].lr=[0.1]: must be a number of at least 0",
+        ),
         ({"layerwise_lr_decay": 1.5}, "must be above 0 and at most 1"),
         (
             {"optim": "sgd", "optim_args": "nesterov=true"},

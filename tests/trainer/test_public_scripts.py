@@ -188,7 +188,7 @@ def test_an_argument_that_a_run_reads_no_more_is_not_changed_in_silence(
     assert all("goes on with 1" in line for line in warned)
 
 
-@pytest.mark.parametrize("name", ["_wrap_model", "_nested_gather"])
+@pytest.mark.parametrize("name", ["_run_epoch", "_nested_gather"])
 def test_an_override_that_is_never_called_is_refused_by_name(arguments: Any, name: str) -> None:
     def never(self: Any, *args: Any) -> Any:
         raise AssertionError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from windlass.core.run_clock import KINDS, LATEST, ClockReading, RunClock
-from windlass.core.whole_file import BINARY, NO_FOLLOW, OutputFolder, open_plain, parse_json
+from windlass.core.whole_file import BINARY, NO_FOLLOW, OutputFolder, read_json
 
 CLOCK = ".windlass-clock.json"
 _SECONDS = 1.0  # between two writes
@@ -77,11 +77,7 @@ def rounded(seconds: dict[str, float]) -> dict[str, float]:
 
 def read_clock(folder: Path) -> ClockReading | None:
     """Return what the clock of a session showed last; None if the folder has no whole file."""
-    try:
-        with open_plain(folder / CLOCK) as file:
-            found: Any = parse_json(file.read(_BYTES))
-    except (OSError, ValueError):
-        return None
+    found = read_json(folder / CLOCK, _BYTES)
     if not isinstance(found, dict) or not is_seconds(found.get("seconds")):
         return None
     times, step = [found.get(name) for name in ("began", "elapsed")], found.get("step")

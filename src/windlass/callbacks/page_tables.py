@@ -15,10 +15,11 @@ from windlass.callbacks.answers_log import FILE_NAME as ANSWERS
 from windlass.callbacks.charts import Point, short
 from windlass.callbacks.log_table import clock_text, moment_text
 from windlass.callbacks.rows import described_event, is_number, is_timing
-from windlass.callbacks.run_view import CheckpointView, Configured, RunView
+from windlass.callbacks.run_view import Configured, RunView
 from windlass.callbacks.samples_log import read_samples
+from windlass.checkpoint.survey import Found
 from windlass.core.output import in_html
-from windlass.core.whole_file import open_plain, parse_json
+from windlass.core.whole_file import newest_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +290,7 @@ def _checkpoints(view: RunView) -> str:
     rows = (
         (
             in_html(one.path.name), f"{one.step:,}", in_html(moment_text(one.saved_at)),
-            "" if one.nbytes is None else f"{one.nbytes / 1e6:,.1f} MB",
+            "" if one.info is None else f"{one.info.nbytes / 1e6:,.1f} MB",
             "" if one.metric is None else in_html(f"{one.metric:.5g}"), in_html(_state(one)),
             "".join(_copied(command) for command in _commands(one, view)),
         )
@@ -299,14 +300,14 @@ def _checkpoints(view: RunView) -> str:
     return f"<h2>Checkpoints</h2>\n{_table(heads, rows)}"
 
 
-def _state(one: CheckpointView) -> str:
+def _state(one: Found) -> str:
     if one.problem is not None:
         return f"damaged: {one.problem}"
     words = ["every byte verified" if one.verified else "committed, all files in their sizes"]
     return ", ".join(words + ["best"] * one.is_best + ["only to resume"] * one.ephemeral)
 
 
-def _commands(one: CheckpointView, view: RunView) -> Iterator[str]:
+def _commands(one: Found, view: RunView) -> Iterator[str]:
     """Yield commands that only read the checkpoint, or write elsewhere."""
     path = shlex.quote(str(one.path.absolute()))
     yield f"windlass checkpoint verify {path}"
@@ -361,7 +362,11 @@ def _first_letters(pieces: Sequence[Sequence[Any]]) -> Iterator[tuple[str, bool]
 
 def _answers(folder: Path) -> str:
     """The newest answers to the same prompts, side by side over the steps."""
-    rows = list(_answer_rows(folder / ANSWERS))
+    rows = [
+        row
+        for row in newest_lines(folder / ANSWERS, _ANSWER_BYTES)
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and "prompt" in row
+    ]
     steps = sorted({row["step"] for row in rows})[-_MOST_STEPS:]
     by_prompt: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
     for row in rows:
@@ -376,22 +381,6 @@ def _answers(folder: Path) -> str:
         return ""
     heads = ("prompt", "reference", *(f"step {step:,}" for step in steps))
     return f"<h2>Generated answers</h2>\n{_table(heads, table)}"
-
-
-def _answer_rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with open_plain(path) as file:
-            file.seek(max(path.stat().st_size - _ANSWER_BYTES, 0))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return
-    for line in lines[:-1]:  # the last one is empty, or is written now
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and "prompt" in row:
-            yield row
 
 
 def _words(value: Any) -> str:

@@ -35,7 +35,7 @@ from windlass.core.optional import is_imported, version_of
 from windlass.core.redact import is_secret_name, redact_command, redact_text, redact_value
 from windlass.core.run_clock import LATEST, run_clock
 from windlass.core.script_command import Needs
-from windlass.core.whole_file import OutputFolder, open_plain, parse_json, remove_unfinished, write_whole
+from windlass.core.whole_file import OutputFolder, parse_json, read_json, remove_unfinished, write_whole
 from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
 logger = get_logger(__name__)
@@ -316,14 +316,10 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
     Those that are not the consequence of another rank's come first, then those of earlier steps: the clocks of machines
     may differ by more than what lies between a failure and its consequences, and only order what else is equal.
     """
-    found = []
-    for path in folder.glob(_FAILURE.format("*")):
-        with contextlib.suppress(OSError, ValueError), open_plain(path) as file:
-            failure = parse_json(file.read())
-            if _has(failure, {"rank": int, **_END}):
-                found.append(failure)
+    found = map(read_json, folder.glob(_FAILURE.format("*")))
     return sorted(
-        found, key=lambda failure: (failure.get("of_others") is True, failure["step"], failure["time"])
+        [failure for failure in found if _has(failure, {"rank": int, **_END})],
+        key=lambda failure: (failure.get("of_others") is True, failure["step"], failure["time"]),
     )
 
 

@@ -19,7 +19,7 @@ from windlass.callbacks.run_record import RECORD, Record, ended_at, memory_of, r
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import check_content, read_manifest
 from windlass.checkpoint.run_lock import holder_of
-from windlass.checkpoint.survey import Found, step_in, survey
+from windlass.checkpoint.survey import Found, survey
 from windlass.core.errors import CheckpointError, DataError
 from windlass.core.run_clock import KINDS, STOPPED, ClockReading
 from windlass.core.upload_log import read_uploads
@@ -76,22 +76,6 @@ def status_in_words(status: str, step: int, max_steps: int | None) -> str:
     words = {"running": "running, step", "killed": "killed after step", "unknown": "running or killed, step"}
     of = f" of {max_steps:,}" if max_steps else ""
     return f"{words.get(status, f'{status} at step')} {step:,}{of}"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointView:
-    """A folder that is a checkpoint by its name."""
-
-    path: Path
-    step: int
-    saved_at: float | None = None  # in seconds since 1970; None without a manifest
-    nbytes: int | None = None  # of all files; None if the manifest cannot be read
-    metric: float | None = None  # of the evaluation at its step
-    is_best: bool = False  # no other has a better metric
-    ephemeral: bool = False  # it only serves to resume
-    # What is wrong with it; None if it is whole: it was committed, and has all files in their sizes
-    problem: str | None = None
-    verified: bool = False  # every byte of it was read, and is what was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +163,13 @@ class RunView:
     evaluations: tuple[Row, ...]
     summary: Row | None
     events: tuple[RunEvent, ...]
-    checkpoints: tuple[CheckpointView, ...]
+    checkpoints: tuple[Found, ...]
     failures: tuple[Mapping[str, Any], ...]
     ledger: TimeLedger | None
     notes: tuple[str, ...]
 
     @property
-    def newest_whole(self) -> CheckpointView | None:
+    def newest_whole(self) -> Found | None:
         """The checkpoint that a resumed run continues from."""
         return next((one for one in reversed(self.checkpoints) if one.problem is None), None)
 
@@ -288,11 +272,11 @@ def _rows(folder: Path, strict: bool, notes: list[str], whole: tuple[list[Row], 
     return rows
 
 
-def _checkpoints(folder: Path) -> list[CheckpointView]:
-    found = [(one, _problem(one)) for one in survey(folder)]
-    whole = [one.info for one, problem in found if one.info is not None and problem is None]
+def _checkpoints(folder: Path) -> list[Found]:
+    found = [replace(one, problem=_problem(one)) for one in survey(folder)]
+    whole = [one.info for one in found if one.info is not None and one.problem is None]
     best = whole[-1].meta.get("best_metric") if whole else None
-    return [_checkpoint(one, problem, best) for one, problem in found]
+    return [replace(one, is_best=best is not None and one.metric == best) for one in found]
 
 
 def _problem(found: Found) -> str | None:
@@ -302,26 +286,8 @@ def _problem(found: Found) -> str | None:
     return f"it has the files of {len(info.held)} of {info.nodes} machines"
 
 
-def _checkpoint(found: Found, problem: str | None, best: Any) -> CheckpointView:
-    info = found.info
-    if info is None:
-        return CheckpointView(found.path, step_in(found.path) or 0, found.saved_at, problem=problem)
-    metric = info.meta.get("metric")
-    metric = metric if isinstance(metric, float) else None
-    return CheckpointView(
-        found.path,
-        info.step,
-        found.saved_at,
-        info.nbytes,
-        metric,
-        is_best=best is not None and metric == best,
-        ephemeral=info.meta.get("ephemeral") is True,
-        problem=problem,
-    )
-
-
-def verify(checkpoint: CheckpointView) -> CheckpointView:
-    """Read every byte of a checkpoint; return the view of it with what was found."""
+def verify(checkpoint: Found) -> Found:
+    """Read every byte of a checkpoint; return it with what was found."""
     if checkpoint.problem is not None:
         return checkpoint
     try:

@@ -18,7 +18,7 @@ from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
-from windlass.core.whole_file import open_plain, parse_json, write_whole
+from windlass.core.whole_file import read_json, write_whole
 
 logger = get_logger(__name__)
 
@@ -68,11 +68,7 @@ class SamplesLog(TrainerCallback):
 
 def read_samples(folder: Path) -> Samples:
     """Return the samples of a run; those that are damaged are left out."""
-    try:
-        with open_plain(folder / FILE_NAME) as file:
-            found: Any = parse_json(file.read(_MOST_BYTES))
-    except (OSError, ValueError):
-        return []
+    found = read_json(folder / FILE_NAME, _MOST_BYTES)
     return [one for one in found if _is_sample(one)] if isinstance(found, list) else []
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 from windlass.core.errors import Problem, refuse
@@ -21,6 +22,7 @@ from windlass.dist.beacon import REPORT, limited_wait, waiting
 logger = get_logger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Tracker = TypeVar("_Tracker", bound="PackageTracker")
 _NEEDED = ("name", "requires_logging_directory", "tracker")
 
 
@@ -51,6 +53,14 @@ def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
         return method(*args, **kwargs)
 
     return guarded
+
+
+def main_only(cls: type[_Tracker]) -> type[_Tracker]:
+    """Class decorator for the trackers of packages: `on_main_process` for every public method that the class has."""
+    for name, method in list(vars(cls).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, on_main_process(method))
+    return cls
 
 
 class GeneralTracker:
@@ -105,6 +115,7 @@ class GeneralTracker:
         return cls(facts.project, *folder)  # type: ignore[arg-type]
 
 
+@main_only
 class PackageTracker(GeneralTracker):
     """A tracker whose package has one object for the open run.
 
@@ -149,7 +160,6 @@ class PackageTracker(GeneralTracker):
         identity = {} if facts.run_id is None else {"id": facts.run_id, "resume": "allow"}
         return cls(project, name=facts.name, **identity)
 
-    @on_main_process
     def finish(self) -> None:
         if self.is_ours:
             getattr(self.tracker, self.closes)()

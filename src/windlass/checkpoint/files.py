@@ -169,11 +169,12 @@ class Files:
         os.replace(source, target)
 
     @contextlib.contextmanager
-    def replacing(self, path: Path) -> Iterator[Path]:
+    def replacing(self, path: Path, suffix: str = "") -> Iterator[Path]:
         """A temporary name, which is renamed to `path` after the body, or removed after an error: the old file exists
-        until the new one is complete. A leftover of an interrupted process is removed before.
+        until the new one is complete. A leftover of an interrupted process is removed before. `suffix`: of the
+        temporary name, where several processes may write the file at once.
         """
-        new = path.with_name("tmp-" + path.name)
+        new = path.with_name("tmp-" + path.name + suffix)
         # Not `exists`, which is False for a link that leads nowhere.
         if os.path.lexists(new):
             self.remove_file(new)

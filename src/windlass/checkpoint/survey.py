@@ -22,13 +22,30 @@ _FOLDER = re.compile(r"(?:replaced-)?checkpoint-(\d{1,18})")
 @dataclass(frozen=True, slots=True)
 class Found:
     """A folder that is a checkpoint by its name. Without a `problem` it has all its files in their sizes; their content
-    was not read. `saved_at` is in seconds since 1970.
+    was not read unless it is `verified`. `saved_at` is in seconds since 1970.
     """
 
     path: Path
     info: CheckpointInfo | None
     problem: str | None
     saved_at: float | None
+    is_best: bool = False  # no other has a better metric, as the run noted
+    verified: bool = False  # every byte of it was read, and is what was saved
+
+    @property
+    def step(self) -> int:
+        return (step_in(self.path) or 0) if self.info is None else self.info.step
+
+    @property
+    def metric(self) -> float | None:
+        """Of the evaluation at its step."""
+        value = None if self.info is None else self.info.meta.get("metric")
+        return value if isinstance(value, float) else None
+
+    @property
+    def ephemeral(self) -> bool:
+        """True if it only serves to resume."""
+        return self.info is not None and self.info.meta.get("ephemeral") is True
 
 
 def survey(folder: Path) -> list[Found]:

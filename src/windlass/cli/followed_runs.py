@@ -57,7 +57,9 @@ class RunHistory:
     def page(self) -> tuple[PageRun, str]:
         """Read what is new; return the run for its page, and the position up to which that has its rows."""
         with self._lock:
-            return self._page(self._read()), self._tail.position
+            view = self._read()
+            page = replace(summarised(view, described(view)), data=whole_data(view, self._curves))
+            return page, self._tail.position
 
     def since(self, position: str) -> tuple[RunView, dict[str, Any], str]:
         """Read what is new; return the run, what a page that has the rows up to `position` lacks, and the new position.
@@ -102,43 +104,10 @@ class RunHistory:
                 self._grown_rows -= len(self._grown.popleft().rows)
         return view
 
-    def _page(self, view: RunView) -> PageRun:
-        return replace(summarised(view, described(view)), data=whole_data(view, self._curves))
-
 
 def kept_histories() -> Callable[[Path], RunHistory]:
     """Return a function from folders to their runs, which keeps those that were looked at last."""
     return lru_cache(_MOST_RUNS)(RunHistory)
-
-
-class FollowedRun:
-    """A run as one page has it.
-
-    Attributes:
-        position: up to where the page has its rows; empty for none.
-    """
-
-    def __init__(self, history: RunHistory, position: str = "") -> None:
-        self.position = position
-        self._history = history
-        self._sent: dict[str, Any] = {}
-
-    def look(self) -> tuple[PageRun, dict[str, Any]]:
-        """Return the run, with few of its rows, and what is new for its curves: all of them as `whole`, if the page has
-        other ones.
-        """
-        view, news, self.position = self._history.since(self.position)
-        run = summarised(view, described(view))
-        # The page starts again, with all events.
-        if "whole" in news:
-            self._sent = {}
-            return run, news
-        return run, {**news, **self._unsent(page_events(view))}
-
-    def _unsent(self, events: dict[str, Any]) -> dict[str, Any]:
-        new = {name: value for name, value in events.items() if self._sent.get(name) != value}
-        self._sent |= new
-        return new
 
 
 class FollowedRuns:
@@ -149,19 +118,31 @@ class FollowedRuns:
     """
 
     def __init__(self, histories: Sequence[RunHistory], positions: Sequence[str] = ()) -> None:
-        known = positions if len(positions) == len(histories) else [""] * len(histories)
-        self._runs = [FollowedRun(history, at) for history, at in zip(histories, known, strict=True)]
+        self._histories = histories
+        self._positions = list(positions) if len(positions) == len(histories) else [""] * len(histories)
+        self._events: list[dict[str, Any]] = [{} for _ in histories]  # that the page has
         self._sections: dict[str, str] = {}
 
     @property
     def position(self) -> str:
         """Up to where the page has the rows of all runs."""
-        return ",".join(run.position for run in self._runs)
+        return ",".join(self._positions)
 
     def look(self) -> dict[str, Any]:
         """Return what changed: `sections`, the parts of the page as HTML by the names of their elements, and `runs`."""
-        found = [run.look() for run in self._runs]
+        found = [self._look(number) for number in range(len(self._histories))]
         sections = page_sections([run for run, _ in found])
         changed = {key: text for key, text in sections.items() if self._sections.get(key) != text}
         self._sections = sections
         return {"sections": changed, "runs": [news for _, news in found]}
+
+    def _look(self, number: int) -> tuple[PageRun, dict[str, Any]]:
+        """A run, with few of its rows, and what is new for its curves: all as `whole`, if the page has other ones."""
+        view, news, self._positions[number] = self._histories[number].since(self._positions[number])
+        run = summarised(view, described(view))
+        if "whole" in news:  # the page starts again, with all events
+            self._events[number] = {}
+            return run, news
+        sent, events = self._events[number], page_events(view)
+        self._events[number] = sent | events
+        return run, {**news, **{name: value for name, value in events.items() if sent.get(name) != value}}

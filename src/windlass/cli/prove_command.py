@@ -17,12 +17,7 @@ from windlass.proofs.record import SCHEMA, Claim, versions, write_record
 from windlass.proofs.small_config import AxisLayout
 
 if TYPE_CHECKING:
-    from windlass.cli.proving.proving_processes import (
-        EndedTraining,
-        ProofVerdict,
-        ProvingProcesses,
-        StartedTraining,
-    )
+    from windlass.cli.proving.proving_processes import EndedTraining, ProofVerdict
 
 EXIT_DIFFERS, EXIT_REFUSED = 1, 2
 _WRONG = ("differs", "failed")
@@ -148,49 +143,35 @@ def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
     Args:
         quiet: print nothing on the way.
     """
-    from windlass.cli.proving.proving_processes import ProvingProcesses
+    from windlass.cli.proving.proving_processes import ProvingProcesses, judge
 
     claim = Claim.of(subject.config, layout, subject.facts)
     report: Callable[[str], object] = (lambda line: None) if quiet else say
     report(subject.describe(claim))
     with tempfile.TemporaryDirectory(prefix="windlass-prove-") as folder:
         processes = ProvingProcesses(Path(folder), subject.module)
-        trials = _ProvingTrials(subject, claim, processes, report)
+        alone: dict[bool, EndedTraining] = {}  # one process, alike for all layouts that do not divide experts
+
+        def judged(layout: AxisLayout) -> ProofVerdict:
+            joined = "ep" in layout.axes
+            missing = () if joined in alone else (AxisLayout(()),)
+            started = [processes.start(subject.trial(claim, one, joined)) for one in (*missing, layout)]
+            if missing:
+                alone[joined] = started[0].wait()
+            verdict = judge(alone[joined], started[-1].wait())
+            report(_row(verdict))
+            return verdict
+
         try:
             parts: list[ProofVerdict] = []
-            verdict = trials.judged(claim.layout)
+            verdict = judged(claim.layout)
             for part in claim.layout.parts() if verdict.status in _WRONG else ():
-                parts.append(trials.judged(part))
+                parts.append(judged(part))
                 if parts[-1].status in _WRONG:
                     break
         finally:
             processes.close()
     return Proof(claim, verdict, tuple(parts))
-
-
-class _ProvingTrials:
-    """Tries layouts, each against one process, which trains alike for all layouts that do not divide experts."""
-
-    def __init__(
-        self, subject: Subject, claim: Claim, processes: ProvingProcesses, report: Callable[[str], object]
-    ) -> None:
-        self._subject, self._claim, self._processes, self._report = subject, claim, processes, report
-        self._alone: dict[bool, EndedTraining] = {}
-
-    def judged(self, layout: AxisLayout) -> ProofVerdict:
-        from windlass.cli.proving.proving_processes import judge
-
-        joined = "ep" in layout.axes
-        alone = None if joined in self._alone else self._start(AxisLayout(()), joined)
-        started = self._start(layout, joined)
-        if alone is not None:
-            self._alone[joined] = alone.wait()
-        verdict = judge(self._alone[joined], started.wait())
-        self._report(_row(verdict))
-        return verdict
-
-    def _start(self, layout: AxisLayout, joined: bool) -> StartedTraining:
-        return self._processes.start(self._subject.trial(self._claim, layout, joined))
 
 
 def _row(verdict: ProofVerdict) -> str:

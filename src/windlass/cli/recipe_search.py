@@ -50,17 +50,24 @@ def search_command(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides, options.output_dir, tiny=options.tiny)
     args = training_arguments(recipe.training, recipe.task)
     with Activity("importing libraries"):
-        from windlass.search.search import Search, last_evaluation
+        from windlass.search.search import Search
         from windlass.trainer.session import Session
     settings, root = _settings(spec), run_folder(args)
-    trials = _Trials(options, root, last_evaluation)
     search = Search(settings, args.output_path, Session.open(args).all_ranks, asdict(recipe))
-    best = search.run(trials.train)
+    interrupted = False
+
+    def train(trial: ChosenTrial, watch: TrialWatch) -> dict[str, float] | None:
+        nonlocal interrupted
+        metrics = _trained(options, root, trial, watch)
+        interrupted = interrupted or metrics is None
+        return metrics
+
+    best = search.run(train)
     if args.process_index == 0:
         for record in best:
             values = " ".join(f"{key}={json.dumps(value)}" for key, value in record.params.items())
             say(f"\nbest  {root / record.name}\n      {values}")
-    return EXIT_INTERRUPTED if trials.interrupted else 0
+    return EXIT_INTERRUPTED if interrupted else 0
 
 
 def read_spec(path: Path) -> SearchSpec:
@@ -107,42 +114,30 @@ def _settings(spec: SearchSpec) -> SearchSettings:
     )
 
 
-class _Trials:
-    """Trains trials of a recipe.
+def _trained(
+    options: argparse.Namespace, root: Path, trial: ChosenTrial, watch: TrialWatch
+) -> dict[str, float] | None:
+    """Train a trial, from its newest checkpoint if it has one; return its last metrics, or None if interrupted."""
+    from windlass.cli.train import RunEnds, early_stopping
+    from windlass.search.search import last_evaluation
 
-    Attributes:
-        interrupted: the user ended one of them.
-    """
-
-    def __init__(self, options: argparse.Namespace, root: Path, last_evaluation: Any) -> None:
-        self.interrupted = False
-        self._options, self._root, self._last_evaluation = options, root, last_evaluation
-
-    def train(self, trial: ChosenTrial, watch: TrialWatch) -> dict[str, float] | None:
-        """Train one, from its newest checkpoint if it has one; return its last metrics, or None if interrupted."""
-        from windlass.cli.train import RunEnds, early_stopping
-
-        overrides = [f"{key}={json.dumps(value)}" for key, value in trial.params.items()]
-        recipe, draft = open_recipe(
-            self._options.recipe,
-            [*self._options.overrides, *overrides],
-            str(self._root / trial.name),
-            tiny=self._options.tiny,
-        )
-        args = training_arguments(recipe.training, recipe.task)
-        note_recipe(args, recipe, draft, chosen=trial.params)
-        task, early = TASKS[recipe.task], early_stopping(recipe)
-        ends, parts = RunEnds(early), task.build_parts(recipe, args)
-        if parts.evaluation is None:
-            fix = "holds out nothing, and a search compares evaluations: make it larger, or set data.eval"
-            raise ConfigError(Problem("data.eval_fraction", recipe.data.eval_fraction, fix))
-        trainer = task.open_trainer(parts, args)
-        for callback in (ends, watch, early):
-            if callback is not None:
-                trainer.add_callback(callback)
-        # A trial that was interrupted is continued.
-        trainer.train(resume_from_checkpoint="auto")
-        if ends.interrupted and watch.pruned is None:
-            self.interrupted = True
-            return None
-        return self._last_evaluation(trainer.state.log_history)[1] or dict(trainer.evaluate())
+    overrides = [f"{key}={json.dumps(value)}" for key, value in trial.params.items()]
+    recipe, draft = open_recipe(
+        options.recipe, [*options.overrides, *overrides], str(root / trial.name), tiny=options.tiny
+    )
+    args = training_arguments(recipe.training, recipe.task)
+    note_recipe(args, recipe, draft, chosen=trial.params)
+    task, early = TASKS[recipe.task], early_stopping(recipe)
+    ends, parts = RunEnds(early), task.build_parts(recipe, args)
+    if parts.evaluation is None:
+        fix = "holds out nothing, and a search compares evaluations: make it larger, or set data.eval"
+        raise ConfigError(Problem("data.eval_fraction", recipe.data.eval_fraction, fix))
+    trainer = task.open_trainer(parts, args)
+    for callback in (ends, watch, early):
+        if callback is not None:
+            trainer.add_callback(callback)
+    # A trial that was interrupted is continued.
+    trainer.train(resume_from_checkpoint="auto")
+    if ends.interrupted and watch.pruned is None:
+        return None
+    return last_evaluation(trainer.state.log_history)[1] or dict(trainer.evaluate())

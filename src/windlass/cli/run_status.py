@@ -16,7 +16,8 @@ from typing import Any
 
 from windlass.callbacks.rows import Row, is_number
 from windlass.callbacks.run_record import RECORD
-from windlass.callbacks.run_view import Attempt, CheckpointView, RunView, status_in_words, verify
+from windlass.callbacks.run_view import Attempt, RunView, status_in_words, verify
+from windlass.checkpoint.survey import Found
 from windlass.cli.resume_words import resume_recorded
 from windlass.core.locations import anchored, is_url
 
@@ -156,7 +157,7 @@ def _eta(view: RunView, state: str, seconds: float | None) -> float | None:
     return max((view.max_steps - view.step) * seconds, 0.0)
 
 
-def _at_risk(view: RunView, state: str, newest: CheckpointView | None) -> dict[str, Any] | None:
+def _at_risk(view: RunView, state: str, newest: Found | None) -> dict[str, Any] | None:
     """What would be done again if the run died now, or has to be done again; None of a complete run."""
     if state == "finished":
         return None
@@ -209,12 +210,12 @@ def _slowest(row: Row | None) -> dict[str, Any] | None:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def _checkpoint(one: CheckpointView) -> dict[str, Any]:
+def _checkpoint(one: Found) -> dict[str, Any]:
     return {
         "path": str(one.path.absolute()),
         "step": one.step,
         "saved_at": one.saved_at,
-        "bytes": one.nbytes,
+        "bytes": one.info and one.info.nbytes,
         "verified": "bytes" if one.verified else "sizes",
     }
 

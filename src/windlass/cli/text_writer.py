@@ -129,9 +129,9 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     )
     given = ((f"--{name.replace('_', '-')}", getattr(options, name), rule) for name, rule in rules)
     refuse(
-        Problem(name, value, rule.words)
+        Problem(name, value, fault)
         for name, value, rule in given
-        if value is not None and not rule.holds(value)
+        if value is not None and (fault := rule.fault(value)) is not None
     )
     if options.temperature == 0:
         return {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}

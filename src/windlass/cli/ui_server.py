@@ -31,7 +31,6 @@ from windlass.core.output import in_html, say
 from windlass.core.threads import said_if_long
 
 _PURPOSE = "serve the page of runs"
-_COOKIE = "windlass_token"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'self'"
 _HEADERS = {
@@ -139,7 +138,9 @@ def _guarded(token: str, responses: Any) -> Callable[[Answer], Answer]:
 
     def guard(answer: Answer) -> Answer:
         async def guarded(request: Any) -> Any:
-            given = request.query_params.get("token") or request.cookies.get(_COOKIE, "")
+            # By port: a browser sends its cookies to every port of a machine, also to those of other servers.
+            cookie = f"windlass_token_{request.scope['server'][1]}"
+            given = request.query_params.get("token") or request.cookies.get(cookie, "")
             if token and not hmac.compare_digest(given.encode(), token.encode()):
                 text = "this page needs the token that windlass ui printed"
                 return responses.PlainTextResponse(text, status_code=403, headers=_HEADERS)
@@ -154,7 +155,7 @@ def _guarded(token: str, responses: Any) -> Callable[[Answer], Answer]:
                     status_code=303,
                     headers=_HEADERS,
                 )
-                found.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+                found.set_cookie(cookie, token, httponly=True, samesite="strict")
                 return found
             try:
                 return await answer(request)

@@ -345,7 +345,12 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
     def group_options(self) -> dict[str, dict[str, Any]]:
         """The pattern of names of parameters -> the options of their group in the optimizer."""
         return {
-            pattern: {key: as_declared(value, (float,)) for key, value in options.items()}
+            pattern: {
+                key: type(value)(as_declared(part, (float,)) for part in value)
+                if isinstance(value, list | tuple)
+                else as_declared(value, (float, bool))
+                for key, value in options.items()
+            }
             for pattern, options in mapping(self.optim_groups).items()
         }
 

@@ -276,10 +276,23 @@ def _groups(args: Fields) -> Iterator[Problem]:
                 field, options, "must be a dict of options, such as {'lr': 1e-4, 'weight_decay': 0.0}"
             )
             continue
-        for key in ("lr", "weight_decay"):
-            value = as_declared(options.get(key, 0.0), (float,))
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                yield Problem(f"{field}.{key}", value, "must be a number of at least 0")
+        for key, value in options.items():
+            if fix := _wrong_option(key, value):
+                yield Problem(f"{field}.{key}", as_declared(value, (float,)), fix)
+
+
+def _wrong_option(key: str, value: Any) -> str:
+    """What is wrong with an option of a group, in whichever optimizer has it; empty if nothing is."""
+    several = isinstance(value, list | tuple)
+    numbers = [as_declared(part, (float,)) for part in (value if several else [value])]
+    if key == "eps" and several:  # of Adafactor, in torch with None among them
+        numbers = [number for number in numbers if number is not None]
+    real = all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf for n in numbers)
+    if key == "betas" and not (several and real and all(number < 1 for number in numbers)):
+        return "must be numbers of at least 0 and below 1, such as [0.9, 0.95]"
+    if key in ("lr", "weight_decay", "eps", "momentum") and not (real and (key == "eps" or not several)):
+        return "must be a number of at least 0"
+    return ""
 
 
 @_rule("optim", "report_to")

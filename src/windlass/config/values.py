@@ -97,8 +97,8 @@ def value_fault(value: Any, kinds: tuple[Any, ...], rules: Rules, choices: Any) 
     fault = None if rules.document else type_fault(value, kinds)
     if fault is not None or value is None:
         return fault
-    if rules.bounds is not None and not rules.bounds.holds(value):
-        return rules.bounds.words
+    if rules.bounds is not None and (fault := rules.bounds.fault(value)) is not None:
+        return fault
     try:
         for reader in filter(None, (rules.form, rules.read)):
             reader(value)

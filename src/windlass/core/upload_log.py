@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.core.run_clock import LATEST
-from windlass.core.whole_file import BINARY, NO_FOLLOW, open_plain, parse_json
+from windlass.core.whole_file import BINARY, NO_FOLLOW, newest_lines
 
 UPLOADS = ".windlass-uploads.jsonl"
 _MOST_BYTES = 1 << 20
@@ -36,19 +36,7 @@ def note_upload(folder: Path, what: str, step: int | None, problem: str = "") ->
 
 def read_uploads(folder: Path) -> list[dict[str, Any]]:
     """Return the newest uploads that were noted; damaged lines are left out."""
-    try:
-        with open_plain(folder / UPLOADS) as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - _MOST_BYTES, 0))
-            lines = file.read(_MOST_BYTES).split(b"\n")
-    except OSError:
-        return []
-    found = []
-    for line in lines[:-1]:
-        with contextlib.suppress(ValueError):
-            row = parse_json(line)
-            if _is_upload(row):
-                found.append(row)
-    return found
+    return [row for row in newest_lines(folder / UPLOADS, _MOST_BYTES) if _is_upload(row)]
 
 
 def _is_upload(row: Any) -> bool:

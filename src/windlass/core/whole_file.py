@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,6 +106,24 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
         if hooks:
             raise  # a hook's own
         raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+def read_json(path: Path, most: int = -1) -> Any:
+    """The JSON of a plain file, of which `most` bytes are read; None if it cannot be read, or is not JSON."""
+    with contextlib.suppress(OSError, ValueError), open_plain(path) as file:
+        return parse_json(file.read(most))
+    return None
+
+
+def newest_lines(path: Path, most: int) -> Iterator[Any]:
+    """Yield the JSON of each whole line in the last bytes of a plain file; a damaged line, and a file that cannot be
+    read, are left out.
+    """
+    with contextlib.suppress(OSError), open_plain(path) as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - most, 0))
+        for line in file.read(most).split(b"\n")[:-1]:  # the last one is empty, or is written now
+            with contextlib.suppress(ValueError):
+                yield parse_json(line)
 
 
 _logger = get_logger(__name__)

@@ -7,7 +7,8 @@ Read from the environment once per call and never written. It is on the ground f
 from __future__ import annotations
 
 import os
-from dataclasses import astuple, dataclass
+import re
+from dataclasses import astuple, dataclass, replace
 
 from windlass.core.errors import ConfigError, Problem
 
@@ -71,6 +72,8 @@ def world_from_environment() -> World:
             fix = "must be a whole number; start the script with torchrun, which sets it"
             raise ConfigError(Problem(name, text, fix)) from None
     world = World(*values)
+    if "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" not in env:
+        world = _sized_by_slurm(world)
     size = f"WORLD_SIZE={world.size}"
     here = f"LOCAL_WORLD_SIZE={world.local_size}, the processes of this machine"
     if "LOCAL_WORLD_SIZE" not in env:
@@ -83,6 +86,33 @@ def world_from_environment() -> World:
         if not first <= value <= last:
             raise ConfigError(Problem(name, value, f"must lie in {first}..{last} for {total}"))
     return world
+
+
+def _sized_by_slurm(world: World) -> World:
+    """`world` with the number of tasks that Slurm has started on this machine, if the job is that of its tasks.
+
+    Every process of a job decides alike whether Slurm counts: by how many tasks there are, not by its own place.
+
+    Raises:
+        ConfigError: Slurm has this process in another place than its rank and local rank.
+    """
+    name = next((n for n in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if n in os.environ), "")
+    text, node = os.environ.get(name, ""), os.environ.get("SLURM_NODEID", "")
+    # "2(x3),1": two tasks on each of three machines, and one on the next.
+    counts = [
+        int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))
+    ]
+    if sum(counts) != world.size or not node.isdecimal():
+        return world
+    first, here = sum(counts[: int(node)]), counts[int(node)]
+    if world.machine != first or world.local_rank >= here:
+        fix = (
+            f"does not fit RANK={world.rank} on a machine with ranks {first}..{first + here - 1}, which Slurm says by "
+            f"{name}={text} and SLURM_NODEID={node}: set it to $SLURM_LOCALID under srun --distribution=block, or set "
+            "LOCAL_WORLD_SIZE too, as torchrun does"
+        )
+        raise ConfigError(Problem("LOCAL_RANK", world.local_rank, fix))
+    return replace(world, local_size=here)
 
 
 def check_alone() -> None:

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -389,7 +390,7 @@ def _keep(path: Path, values: NDArray[np.float64]) -> None:
     files = Files()
     try:
         files.ensure_folder(path.parent)
-        with files.replacing(path) as new:
+        with files.replacing(path, f"-{secrets.token_hex(8)}") as new:
             files.write(new, [hashlib.sha256(content).digest(), content])
     except OSError as error:
         logger.warning("the log-probabilities of the reference were not kept: %s", error)

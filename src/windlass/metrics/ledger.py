@@ -116,6 +116,20 @@ class Ledger:
         return dict(zip(names, self._sum_over_ranks(values).tolist(), strict=True))
 
     @property
+    def updates(self) -> int:
+        """Applied updates since the last `read`."""
+        return self._updates
+
+    @property
+    def last_norm(self) -> Tensor | None:
+        """The gradient norm of the last update; None before the first one."""
+        return self._last_norm
+
+    def loss_of_interval(self) -> Tensor:
+        """This rank's share of the sum of the losses since the last `read`: a scalar on the device. No host sync."""
+        return torch.as_tensor(self._loss, dtype=self._dtype, device=self.device).clone()
+
+    @property
     def pending(self) -> bool:
         """Whether updates were added since the last `read`."""
         return self._updates + self._skips > 0

@@ -26,7 +26,7 @@ from windlass.core.locations import home_folder
 from windlass.core.mesh import Mesh
 from windlass.core.optional import version_of
 from windlass.core.trees import tensors_in
-from windlass.core.whole_file import parse_json, read_text, write_whole
+from windlass.core.whole_file import MAX_BYTES, read_json, write_whole
 
 SCHEMA = "windlass-prediction/1"
 _KEPT = 20
@@ -135,10 +135,7 @@ def _write(record: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = parse_json(read_text(path))
-    except (OSError, ValueError):
-        return None
+    found = read_json(path, MAX_BYTES)
     if not isinstance(found, dict) or found.get("schema") != SCHEMA or not _is_size(found.get("predicted")):
         return None
     runs = found.get("runs")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
+from windlass.optim.option_ranges import has_range, outside_range
 
 # By name as well as by type: models have norm classes of their own (LlamaRMSNorm, T5LayerNorm, ...).
 _KEPT_NAMES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -124,9 +125,13 @@ def _why_not(key: str, value: Any, defaults: Mapping[str, Any]) -> str:
         and all(_is_number(own) or own is None is usual for own, usual in zip(value, default, strict=True))
     ):
         return f"must be {len(default)} numbers, as {default}"
-    if _is_number(default) and not _is_number(value):
-        return f"must be a number, as {default}"
-    return ""
+    if isinstance(default, bool | str) and not isinstance(value, type(default)):
+        return f"must be {'true or false' if isinstance(default, bool) else 'text'}, as {default}"
+    if value is None and default is None:
+        return ""
+    if (_is_number(default) or has_range(key)) and not _is_number(value):
+        return "must be a number" + ("" if default is None else f", as {default}")
+    return outside_range(key, value)
 
 
 def _is_number(value: Any) -> bool:

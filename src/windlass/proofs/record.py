@@ -18,7 +18,7 @@ from windlass import __version__
 from windlass.core.errors import ModelError
 from windlass.core.locations import home_folder
 from windlass.core.optional import version_of
-from windlass.core.whole_file import parse_json, read_text, write_whole
+from windlass.core.whole_file import MAX_BYTES, read_json, write_whole
 from windlass.proofs.small_config import AxisLayout, check_kinds, shrink
 
 if TYPE_CHECKING:
@@ -141,10 +141,7 @@ def write_record(claim: Claim, outcome: Mapping[str, Any]) -> Path:
 
 def find_record(claim: Claim) -> dict[str, Any] | None:
     """What came of a claim; None if it was not tried, or nothing can be read."""
-    try:
-        found = parse_json(read_text(record_path(claim)))
-    except (OSError, ValueError):
-        return None
+    found = read_json(record_path(claim), MAX_BYTES)
     # A file is named by a part of the key.
     is_record = isinstance(found, dict) and found.get("schema") == SCHEMA and found.get("key") == claim.key()
     return found if is_record else None

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -38,7 +39,7 @@ def _count(low: int) -> Range:
     return Range(lambda number: low <= number < 2**31, f"must be at least {low} and below 2**31")
 
 
-_NOT_NEGATIVE = Range(lambda number: number >= 0, "must be 0 or more")
+_NOT_NEGATIVE = Range(lambda number: 0 <= number < math.inf, "must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

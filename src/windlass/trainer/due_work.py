@@ -138,6 +138,13 @@ class DueWork:
         if preempted:
             self.leave()
 
+    def run_by_script(self) -> None:
+        """`run`, called by the script's `_maybe_log_save_evaluate`, before and after which it may set flags, too."""
+        self._events.merge_flags()
+        self._hooks.work_between_updates(self.run, *self._reports.interval(), self._started)
+        self._clock.row = {}  # of a report that the script made itself
+        self._events.merge_flags()
+
     def _do(self, name: str, work: Callable[[], None]) -> None:
         self._beacon.call(name)
         work()
@@ -185,8 +192,10 @@ class DueWork:
             # Saved at any step: the best weights must exist when they are loaded.
             events.control.should_save = True
 
-    def evaluate_or_stop(self) -> dict[str, float] | None:
-        """Return the metrics of an evaluation; None if it was abandoned, because the run is to end. Collective."""
+    def evaluate_or_stop(self, starting: bool = False) -> dict[str, float] | None:
+        """Return the metrics of an evaluation; None if it was abandoned, because the run is to end. `starting`: before
+        the first update. Collective.
+        """
         events = self._events
         # Before it: a callback may count evaluations, and the one that is abandoned must not count.
         logged, put_back = len(events.state.log_history), events.remember_callbacks()
@@ -195,7 +204,7 @@ class DueWork:
                 self._clock.within(EVALUATION),
                 self._context.services.evaluator.interruptible(self._interruptible),
             ):
-                return self._hooks.evaluate()
+                return self._hooks.evaluate(starting)
         except (EvaluationAbandoned, WaitBrokenOff):
             pass
         # The resumed run starts it again, and reports everything again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,14 +19,22 @@ from torch import Tensor, nn
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import EvaluationPlan
 from windlass.core.attributes import attributes_of
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.run_clock import Moment
 from windlass.engine.evaluate import Evaluation
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
-from windlass.trainer.script_loss import exchanges, names_in_code
-from windlass.trainer.uncalled import NEVER_CALLED, OF_ACCELERATOR, OF_ARGUMENTS
+from windlass.trainer.script_loss import calls_inherited, exchanges, names_in_code
+from windlass.trainer.uncalled import (
+    CALLED_AROUND,
+    CLIP,
+    CLIP_OF_ACCELERATOR,
+    NEVER_CALLED,
+    OF_ACCELERATOR,
+    OF_ARGUMENTS,
+)
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.strategy import Strategy
 
@@ -41,7 +50,8 @@ _MULTI_LABEL = "multi_label_classification"
 # Overrides of these methods change the plan.
 WATCHED = (
     "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
-    "_get_dataloader", "evaluate", "evaluation_loop", *NEVER_CALLED,
+    "_get_dataloader", "evaluate", "evaluation_loop", *CALLED_AROUND, CLIP,
+    *NEVER_CALLED,
 )  # fmt: skip
 
 
@@ -73,15 +83,31 @@ def _is_foreign(cls: type, name: str) -> bool:
 
 def uncalled_of(trainer: Trainer) -> dict[str, str]:
     """The methods that a script overrides and no run would call, each with what to do instead."""
+    copied = {name: fix for name, fix in CALLED_AROUND.items() if not calls_inherited(getattr(trainer, name))}
     return {
         f"{prefix}{name}": known[name]
         for prefix, owner, known in (
-            ("", trainer, NEVER_CALLED),
+            ("", trainer, {**NEVER_CALLED, **copied}),
             ("args.", trainer.args, OF_ARGUMENTS),
             ("accelerator.", trainer.accelerator, OF_ACCELERATOR),
         )
         for name in sorted(replaced(owner, *known))
     }
+
+
+def around(trainer: Trainer, owner: type, name: str) -> Callable[..., Any]:
+    """The script's override of a method of CALLED_AROUND; that of `owner` itself if it is to be refused."""
+    method: Callable[..., Any] = getattr(trainer, name)
+    return method if calls_inherited(method) else partial(getattr(owner, name), trainer)
+
+
+def wrap_model(trainer: Trainer, training: bool) -> None:
+    """Call `_wrap_model`, where a script may change the model. Raises ConfigError if it returns another one."""
+    # As transformers calls it: older overrides take no `training`.
+    returned = trainer._wrap_model(trainer.model, **({} if training else {"training": False}))
+    if returned is not trainer.model:
+        fix = "the engine wraps the model itself: change it in place, or pass what this returns to the constructor"
+        raise ConfigError(Problem("_wrap_model", f"returned {type(returned).__name__}", fix))
 
 
 def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
@@ -239,12 +265,15 @@ class TrainHooks:
         self.flops: Callable[[Any], float] | None = trainer.floating_point_ops if own_flops else None
         self.has_evaluation_data = has_evaluation_data(trainer)
         self.evaluates_iterator = evaluates_iterator(trainer)
-        self.rehearses = not overrides(trainer, owner, "evaluate", "evaluation_loop")
+        self.rehearses = not overrides(trainer, owner, "evaluate", "_evaluate", "evaluation_loop")
         self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
         # Overrides of older scripts take `(model, trial)`, and no time at which training began.
         self._trial = (None,) * (_required(trainer._save_checkpoint) - 1)
         self._log_takes_start = _accepts(trainer.log, {}, 0.0)
         self._log_names_start = _accepts(trainer.log, {}, start_time=0.0)
+
+    def wrap_model(self) -> None:
+        wrap_model(self._trainer, training=True)
 
     def get_train_dataloader(self) -> Any:
         return self._trainer.get_train_dataloader()
@@ -273,6 +302,41 @@ class TrainHooks:
         else:
             self._trainer.log(logs)
 
+    @property
+    def works_around(self) -> bool:
+        """The script's own `_maybe_log_save_evaluate` is called for the work between updates."""
+        return "_maybe_log_save_evaluate" in self.overridden
+
+    @property
+    def clips(self) -> str | None:
+        """The name of the script's own way to clip; None if it has none."""
+        if CLIP in self.overridden:
+            return CLIP
+        of_accelerator = replaced(self._trainer.accelerator, CLIP_OF_ACCELERATOR)
+        return f"accelerator.{CLIP_OF_ACCELERATOR}" if of_accelerator else None
+
+    def clip(self, inherited: Callable[[], Tensor]) -> None:
+        """Clip the gradients of an update by the script's own way, in which Windlass's is `inherited`."""
+        with attributes_of(self._trainer, clip_gradients=inherited):
+            self._trainer._clip_grad_norm(self._trainer.model_wrapped)
+
+    def work_between_updates(
+        self, work: Callable[[], None], losses: Tensor, norm: Tensor | None, rate: float, started: Moment
+    ) -> None:
+        """Call the script's `_maybe_log_save_evaluate`, as transformers calls it; the inherited one does `work`."""
+        trainer, epoch = self._trainer, max(math.ceil(self._trainer.state.epoch or 0.0) - 1, 0)
+        with attributes_of(trainer, due_work=work):
+            trainer._maybe_log_save_evaluate(
+                losses,
+                norm,
+                trainer.model_wrapped,
+                None,
+                epoch,
+                self._ignore_keys,
+                started,
+                learning_rate=rate,
+            )
+
     @contextlib.contextmanager
     def noting_loss(self, note: Callable[[Any], None]) -> Iterator[None]:
         """Within the body, call `note` with each value that `compute_loss` returns."""
@@ -288,8 +352,11 @@ class TrainHooks:
 
     # --- evaluations ------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> dict[str, float]:
-        return self._trainer.evaluate(ignore_keys=self._ignore_keys)
+    def evaluate(self, starting: bool) -> dict[str, float]:
+        """The metrics of an evaluation within the run; `starting`: before its first update."""
+        return self._trainer._evaluate(
+            None, self._ignore_keys, **({"skip_scheduler": True} if starting else {})
+        )
 
     def judge(self, metrics: dict[str, float]) -> bool:
         """Record the metrics of an evaluation; return True if it is the best so far."""

@@ -113,10 +113,12 @@ class Events(RunProgress):
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.fire("on_log", logs=logs)
 
-    def find_deciding_callbacks(self) -> None:
-        """Check if any rank has callbacks of a script's own, whose flags may differ. Collective."""
+    def find_deciding_callbacks(self, method: bool) -> None:
+        """Check if any rank has callbacks of a script's own, whose flags may differ; `method`: a method of the script
+        may set them, too. Collective.
+        """
         if self._all_ranks.size > 1:
-            own = [not type(c).__module__.startswith("windlass.") for c in self.handler.callbacks]
+            own = [method, *(not type(c).__module__.startswith("windlass.") for c in self.handler.callbacks)]
             self.flags_may_differ = bool(self._all_ranks.sum(torch.tensor(float(any(own)))))
             # Those that were set before this is called, in `on_train_begin`.
             self.merge_flags()

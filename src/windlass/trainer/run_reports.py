@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch import Tensor
+
 from windlass.accelerator.saved_parts import RankPart, SavedPart
 from windlass.callbacks.run_record import RunRecord, Trained, has_counts
 from windlass.core.logs import get_logger
@@ -94,6 +96,14 @@ class RunReports:
         self._state.num_input_tokens_seen += int(batch.tokens)
         own = batch.flops
         self._state.total_flos += float(self._flops_per_position * batch.positions if own is None else own)
+
+    def interval(self) -> tuple[Tensor, Tensor | None, float]:
+        """Of the updates since the last report: the sum of their losses, whose mean over ranks is that of the run; the
+        last gradient norm, None before the first update; and the last learning rate. No host sync.
+        """
+        rates = self._schedule.last_lrs()
+        losses = self._ledger.loss_of_interval() * self._plan.batch.ranks
+        return losses.float(), self._ledger.last_norm, rates[0] if rates else 0.0
 
     def progress(self) -> dict[str, Any]:
         """The losses since the last report; empty if there were no updates."""

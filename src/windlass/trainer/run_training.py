@@ -53,6 +53,7 @@ class RunTraining(LoopHooks):
         self._executor, self._schedule, self._reports = run.executor, run.schedule, run.reports
         self._signals = SignalExchange(context.all_ranks, context.interruption, run.checkpoints)
         self._due = DueWork(run, hooks, self._signals)
+        self._work = self._due.run_by_script if hooks.works_around else self._due.run
         self.steps: MicroSteps = MicroSteps(context, hooks)
         main_input = getattr(context.files.model, "main_input_name", "input_ids")
         inputs = InputCounter(main_input, context.plan.reports.tokens, pad_token)
@@ -161,11 +162,11 @@ class RunTraining(LoopHooks):
         self._executor.average_by(events.average())
         if context.plan.reports.evaluate_first and events.state.global_step == 0:
             # A schedule that follows the metric ignores it: no update was made yet.
-            self._due.evaluate_or_stop()
+            self._due.evaluate_or_stop(starting=True)
         if interruption.stopped:
             events.control.should_training_stop = True  # which the first event of a run clears
         self._reports.load_watch.look(training=False)
-        events.find_deciding_callbacks()
+        events.find_deciding_callbacks(self._hooks.works_around)
         if interruption.is_preempted():
             self._due.leave()  # nothing is to be saved
         self._due.begin(started)
@@ -288,12 +289,12 @@ class RunTraining(LoopHooks):
         self._schedule.end_update(self._events.state.global_step)
         if "on_step_end" in self._events.handler.heard:
             self._events.fire("on_step_end")
-        self._due.run()
+        self._work()
 
     def epoch_end(self, complete: bool) -> None:
         if complete or not self._context.interruption.epoch_goes_on:
             self._events.fire("on_epoch_end")
-        self._due.run()
+        self._work()
 
     def too_large(self, error: Exception) -> bool:
         return self._run.fitter.too_large(error)

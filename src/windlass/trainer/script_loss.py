@@ -299,6 +299,11 @@ def names_in_code(functions: list[Callable[..., Any]]) -> frozenset[str]:
     return frozenset(names)
 
 
+def calls_inherited(method: Callable[..., Any]) -> bool:
+    """Return True if each version of a script's method names the one that it overrides, as `super().method()` does."""
+    return all(function.__name__ in _names_of(function.__code__) for function, _ in _versions(method))
+
+
 def _versions(function: Any) -> Iterator[tuple[Any, Any]]:
     """The script's own function, or its method with those that it overrides, each with the class of its object."""
     bound = _without_arguments(function)

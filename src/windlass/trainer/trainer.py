@@ -450,8 +450,34 @@ class Trainer:
             self.optimizer, self.lr_scheduler = None, None  # they update the parameters of the model before
         if self._made_scheduler:  # for the length of an earlier run
             self.lr_scheduler, self._made_scheduler = None, False
-        # Before any other collective.
-        preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
+        loop = hooks.around(self, Trainer, "_inner_training_loop")
+        trained: TrainOutput = loop(
+            self.args.train_batch_size, self.args, resume, trial, ignore_keys_for_eval
+        )
+        return trained
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Check the configuration, and train; `train` calls it. An override calls it with what it got, and may do
+        something before and after.
+
+        Args:
+            batch_size, trial: not read: `args` and the model decide.
+            args: the Trainer's.
+            resume_from_checkpoint: as `train` got it, a path or True.
+            ignore_keys_for_eval: as in `train`.
+        """
+        if args is not None and args is not self.args:
+            fix = "a run has the arguments of its Trainer: change self.args, and pass that"
+            raise ConfigError(Problem("_inner_training_loop", "other args", fix))
+        # Before any other collective of this call.
+        preparation.begin_call(self, Trainer, self._services, "train", "train()", resume_from_checkpoint)
         # The arguments are checked by now, and nothing of a run has begun: no folder is made for a forecast.
         instead.give_way(lambda: self._request(ignore_keys_for_eval))
         earlier, self._run = self._run, None
@@ -464,7 +490,7 @@ class Trainer:
             if earlier is not None:  # after an interrupt its thread may still write to the same folder
                 earlier.checkpoints.abandon()
             with signals.listening(lambda: self._run):
-                return self._train(signals, resume, ignore_keys_for_eval)
+                return self._train(signals, resume_from_checkpoint, ignore_keys_for_eval)
         except BaseException as error:
             if self._run is not None:
                 self._run.broke_off(error)
@@ -897,6 +923,7 @@ class Trainer:
             metric_key_prefix: first part of the metrics' names.
         """
         self._divide_in_stages()
+        hooks.wrap_model(self, training=False)
         described = hooks.evaluation_of(
             self,
             self._plan.evaluations,
@@ -1246,8 +1273,96 @@ class Trainer:
         return self.accelerator.gather(tensors)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """`model`, for evaluation loops that scripts copied: the engine wraps the model that it trains itself."""
+        """`model`, for overrides, which may change it: called before a run prepares it, and before each evaluation. The
+        engine wraps it itself.
+        """
         return model
+
+    # For scripts that add to it: a run sums the losses of its reports itself.
+    _total_loss_scalar = 0.0
+    due_work: Callable[[], None] | None = (
+        None  # within an override of `_maybe_log_save_evaluate` during a run
+    )
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Tensor,
+        grad_norm: Tensor | float | None,
+        model: nn.Module,
+        trial: Any,
+        epoch: int,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Log, evaluate and save, each if it is due; for overrides, which a run calls after each update and each epoch.
+        They call it with what they got, or parts of that: the run knows it all. Collective.
+
+        Args:
+            tr_loss: the sum of the losses since the last report, a scalar whose mean over processes is the run's.
+            grad_norm: of the last update.
+            model: what forwards run through.
+            trial: None.
+            epoch: the number of the epoch, from 0.
+            ignore_keys_for_eval: as in `train`.
+            start_time: when training began.
+            learning_rate: of the last update.
+        """
+        if self.due_work is None:
+            fix = "a run calls it between updates: set control flags in a callback, or override it"
+            raise ConfigError(Problem("_maybe_log_save_evaluate", "called", fix))
+        self.due_work()
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """`evaluate`, for overrides, which a run calls for each evaluation within it: what they return decides which
+        model is the best, and is what a schedule gets that follows a metric.
+
+        Args:
+            trial: None.
+            ignore_keys_for_eval: as in `train`.
+            skip_scheduler: before the first update.
+        """
+        return self.evaluate(ignore_keys=ignore_keys_for_eval)
+
+    clip_gradients: Callable[[], Tensor] | None = None  # within an override of `_clip_grad_norm` during a run
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip the gradients of an update by `max_grad_norm`; for overrides, which a run calls after the last backward
+        of an update, if `max_grad_norm` is set. Gradients have no loss scale then, and are those of all processes. The
+        run reports the norm before this is called, whatever an override returns.
+
+        Args:
+            model: what forwards run through.
+
+        Returns:
+            The norm before clipping, or what a `clip_grad_norm_` that was assigned to the accelerator returns.
+        """
+        if self.clip_gradients is None:
+            fix = "a run calls it in an update: override it, or use accelerator.clip_grad_norm_"
+            raise ConfigError(Problem("_clip_grad_norm", "called", fix))
+        if hooks.replaced(self.accelerator, "clip_grad_norm_"):
+            limit = self.args.max_grad_norm
+            norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), limit)
+            return norm
+        return self.clip_gradients()
+
+    @property
+    def _globalstep_last_logged(self) -> int:
+        """The step of the last report. A script that has reported the updates since then by itself sets it to the
+        present step, and they are in no later report. Setting it is collective.
+        """
+        return self.state.global_step - (0 if self._run is None else self._run.ledger.updates)
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, step: int) -> None:
+        if step != self.state.global_step:
+            raise ConfigError(
+                Problem("_globalstep_last_logged", step, "it can be set to the present step only")
+            )
+        if self._run is not None:
+            self._run.reports.progress()
 
     def gather_function(self, tensors: Any) -> Any:
         """`accelerator.gather_for_metrics` of `tensors`; copied evaluation loops call and assign it."""

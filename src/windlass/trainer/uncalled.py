@@ -1,4 +1,4 @@
-"""What scripts override of other libraries' loops, and the loop of Windlass never calls."""
+"""What scripts override of other libraries' loops, and the loop of Windlass does not call."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ _LAUNCHER = "they are those of the processes that were launched"
 _PARALLEL = "set parallelism_config"
 _SEARCH = "pass `hp_space` and `compute_objective` to `hyperparameter_search`"
 _CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
+# Of a Trainer and of its Accelerator: a run calls them where each gradient is whole on a process.
+CLIP, CLIP_OF_ACCELERATOR = "_clip_grad_norm", "clip_grad_norm_"
+CLIP_ELSEWHERE = (
+    "it is called where gradients are whole on each process: on one, or under data parallelism, without "
+)
+CLIP_ELSEWHERE += f"DeepSpeed or updates in the backward. Leave it out: {_CLIPPING}"
+# Of a Trainer: a run calls an override that calls the inherited method, as `super()` does, and no copy of another loop.
+CALLED_AROUND = {
+    "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback, or call "
+    "super()._inner_training_loop(...) in it",
+    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, set control flags in a callback, or "
+    "call super()._maybe_log_save_evaluate(...) in it",
+}
 # Of a Trainer: parts of another library's loop.
 NEVER_CALLED = {
-    "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
     "_run_epoch": "override `training_step`, `compute_loss` or use a callback",
-    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, or set control flags in a "
-    "callback",
-    "_wrap_model": "the engine wraps the model itself; override `create_optimizer` or pass the wrapped model",
     "_prepare_for_training": "use a callback's on_train_begin",
     "_init_training_state": "use a callback's on_train_begin",
     "_finalize_training": "use a callback's on_train_end",
@@ -23,10 +32,8 @@ NEVER_CALLED = {
     "`count_targets` for another denominator",
     "_get_num_items_in_batch": "override `count_targets`",
     "set_initial_training_values": "set max_steps or num_train_epochs",
-    "_evaluate": "override `evaluate`",
     "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
     "prediction_loop": "override `evaluation_loop`",
-    "_clip_grad_norm": _CLIPPING,
     "_get_grad_norm": _CLIPPING,
     "_get_learning_rate": "override `log`",
     "_track_num_input_tokens": "override `log`",
@@ -53,7 +60,6 @@ NEVER_CALLED = {
 }
 # Of its Accelerator, in a class or assigned.
 OF_ACCELERATOR = {
-    "clip_grad_norm_": _CLIPPING,
     "prepare": _PREPARED,
     "prepare_model": _PREPARED,
     "prepare_optimizer": _PREPARED,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only, split_numbers
 
 
+@main_only
 class AimTracker(PackageTracker):
     """A run in an Aim repository.
 
@@ -34,18 +35,15 @@ class AimTracker(PackageTracker):
         name = facts.name or facts.folder.name
         return cls(name, facts.folder, run_hash=facts.run_id, experiment=facts.project)
 
-    @on_main_process
     def start(self) -> None:
         # Aim does not create the folder itself.
         os.makedirs(self.aim_repo_path, exist_ok=True)
         self.writer = self.package.Run(repo=self.aim_repo_path, **self.init_kwargs)
         self.writer.name = self.run_name
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer["hparams"] = values
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and Aim's own objects as they are, the rest as text."""
         numbers, others = split_numbers(values)
@@ -57,7 +55,6 @@ class AimTracker(PackageTracker):
         for name, value in {**numbers, **texts}.items():
             self.writer.track(value, name=name, step=step, **kwargs)
 
-    @on_main_process
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:

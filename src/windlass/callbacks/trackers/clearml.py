@@ -6,13 +6,14 @@ import math
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, numbers_alone, on_main_process
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only, numbers_alone
 from windlass.core.errors import ConfigError, Problem
 
 _SPLITS = ("eval", "test", "train")
 _OFFLINE = "offline-"
 
 
+@main_only
 class ClearMLTracker(PackageTracker):
     """A task of ClearML; one that the script has opened already is used as it is, and left open.
 
@@ -37,7 +38,6 @@ class ClearMLTracker(PackageTracker):
         identity = {"continue_last_task": facts.run_id} if resumable else {}
         return cls(facts.project, **task, **identity)
 
-    @on_main_process
     def start(self) -> None:
         self.task = self.package.Task.current_task()
         self.is_ours = self.task is None
@@ -48,11 +48,9 @@ class ClearMLTracker(PackageTracker):
             }
             self.task = self.package.Task.init(**{**names, **self.init_kwargs})
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.task.connect_configuration(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers: `eval_loss` is the curve `eval` in the chart `loss`; without a step, single values.
 
@@ -68,7 +66,6 @@ class ClearMLTracker(PackageTracker):
                 title, series = _chart_and_curve(name)
                 reporter.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log `values`, images by name (arrays or PIL images), at update `step`."""
         for name, image in values.items():
@@ -77,7 +74,6 @@ class ClearMLTracker(PackageTracker):
                 title=title, series=series, iteration=step, image=image, **kwargs
             )
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,

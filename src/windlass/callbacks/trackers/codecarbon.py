@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only
 
 
+@main_only
 class CodeCarbonTracker(PackageTracker):
     """An `EmissionsTracker`: `emissions.csv` has energy and emissions of the machine, from the start of a run on.
     It takes no metrics; each report brings the file up to date, so that a killed run has those up to its last report.
@@ -35,14 +36,12 @@ class CodeCarbonTracker(PackageTracker):
     def run_id(self) -> str | None:
         return None  # what is measured cannot be continued by another process
 
-    @on_main_process
     def start(self) -> None:
         options = {"log_level": "error", "on_csv_write": "update", **self.init_kwargs}
         Path(options.get("output_dir", ".")).mkdir(parents=True, exist_ok=True)
         self.emissions = self.package.EmissionsTracker(project_name=self.run_name, **options)
         self.emissions.start()
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Bring the file up to date."""
         self.emissions.flush()

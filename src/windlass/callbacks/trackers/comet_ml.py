@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only, split_numbers
 
 
+@main_only
 class CometMLTracker(PackageTracker):
     """An experiment of Comet (version 3.41 or later). The key is read from Comet's own configuration.
 
@@ -36,17 +37,14 @@ class CometMLTracker(PackageTracker):
     def run_id(self) -> str | None:
         return None if self.writer is None else str(self.writer.get_key())
 
-    @on_main_process
     def start(self) -> None:
         self.writer = self.package.start(project_name=self.run_name, **self.init_kwargs)
         if self.experiment_name is not None:
             self.writer.set_name(self.experiment_name)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer.log_parameters(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and dicts of numbers as metrics, the rest as text."""
         # Also the experiment's own counter, by which what scripts and its automatic logging send is drawn.

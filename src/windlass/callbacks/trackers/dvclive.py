@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, warn_of_value
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only, warn_of_value
 from windlass.core.optional import require
 
 
+@main_only
 class DVCLiveTracker(PackageTracker):
     """The folder of a `dvclive.Live`.
 
@@ -35,17 +36,14 @@ class DVCLiveTracker(PackageTracker):
     def run_id(self) -> str | None:
         return None if self.live is None else "dvclive"  # the folder identifies the run
 
-    @on_main_process
     def start(self) -> None:
         if self.live is None:
             self.live = self.package.Live(**self.init_kwargs)
             atexit.register(self.live.end)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.live.log_params(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and text, and warn of other values, once each. Without `step` DVCLive counts itself."""
         metric = require("dvclive.plots", "report to DVCLive").Metric
@@ -58,7 +56,6 @@ class DVCLiveTracker(PackageTracker):
                 warn_of_value("DVCLive", name, value)
         self.live.next_step()
 
-    @on_main_process
     def finish(self) -> None:
         atexit.unregister(self.live.end)
         self.live.end()

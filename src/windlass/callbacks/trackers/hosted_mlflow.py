@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
-from windlass.callbacks.tracker import on_main_process
+from windlass.callbacks.tracker import main_only
 from windlass.callbacks.trackers.mlflow import MLflowTracker
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
@@ -14,6 +14,7 @@ _ADDRESS = "MLFLOW_TRACKING_URI"
 _SUFFIX = ".mlflow"
 
 
+@main_only
 class HostedMLflowTracker(MLflowTracker):
     """A run of MLflow at `$MLFLOW_TRACKING_URI`, which is the address of a service. The arguments are those of
     `MLflowTracker`.
@@ -26,7 +27,6 @@ class HostedMLflowTracker(MLflowTracker):
     # What the variable is at the service.
     address: ClassVar[str] = ""
 
-    @on_main_process
     def start(self) -> None:
         if not os.environ.get(_ADDRESS):
             raise ConfigError(Problem(_ADDRESS, None, f"set it to {self.address}"))
@@ -41,6 +41,7 @@ class AzureMLTracker(HostedMLflowTracker):
     address = "the azureml:// address of the workspace (az ml workspace show --query mlflow_tracking_uri)"
 
 
+@main_only
 class DagsHubTracker(HostedMLflowTracker):
     """A run in a repository of DagsHub. Without `$MLFLOW_TRACKING_USERNAME` the package `dagshub` logs in, and makes a
     missing repository.
@@ -50,7 +51,6 @@ class DagsHubTracker(HostedMLflowTracker):
     packages = ("mlflow", "dagshub")
     address = f"https://dagshub.com/OWNER/REPOSITORY{_SUFFIX}"
 
-    @on_main_process
     def start(self) -> None:
         uri = os.environ.get(_ADDRESS, "")
         if uri.endswith(_SUFFIX) and "MLFLOW_TRACKING_USERNAME" not in os.environ:

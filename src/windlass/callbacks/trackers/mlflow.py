@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, numbers_alone, on_main_process
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only, numbers_alone
 from windlass.core.errors import ConfigError, Problem, first_line
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
@@ -17,6 +17,7 @@ _INVALID = "INVALID_PARAMETER_VALUE"
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
+@main_only
 class MLflowTracker(PackageTracker):
     """A run of MLflow, at `$MLFLOW_TRACKING_URI`; one that the script has opened is used as it is, and left open.
 
@@ -64,7 +65,6 @@ class MLflowTracker(PackageTracker):
         """In the experiment named as the project; a resumed run is continued."""
         return cls(facts.project, run_id=facts.run_id, run_name=facts.name)
 
-    @on_main_process
     def start(self) -> None:
         # MLflow has one active run in a thread, and `start_run` raises an error beside it unless it is nested.
         opened = self.package.active_run()
@@ -90,7 +90,6 @@ class MLflowTracker(PackageTracker):
         made = self.package.create_experiment(self.experiment_name, artifact_location=self.logging_dir)
         return str(made)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log as parameters, and warn of those that are too long for MLflow or differ in a continued run."""
         limits = require("mlflow.utils.validation", _PURPOSE)
@@ -109,7 +108,6 @@ class MLflowTracker(PackageTracker):
         for start in range(0, len(kept), size):
             self.package.log_params(dict(kept[start : start + size]))
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, and warn of other values, and of names that MLflow does not take, once each."""
         given = {n: v for n, v in numbers_alone("MLflow", values).items() if n not in self._refused}
@@ -131,22 +129,18 @@ class MLflowTracker(PackageTracker):
             self._refused.add(name)
             logger.warning("MLflow does not take %r, which is not sent to it: %s", name, first_line(error))
 
-    @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Log a figure of matplotlib or plotly as the artifact `artifact_file`."""
         self.package.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
-    @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """Log all files of a folder, `local_dir`, into the folder `artifact_path` of the run (None: its root)."""
         self.package.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Log one file, `local_path`, into the folder `artifact_path` of the run (None: its root)."""
         self.package.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
-    @on_main_process
     def finish(self) -> None:
         if self.is_ours:
             self.package.end_run()

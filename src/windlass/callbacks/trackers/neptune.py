@@ -6,12 +6,13 @@ import math
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers, warn_of_value
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only, split_numbers, warn_of_value
 from windlass.core.optional import require
 
 _PURPOSE = "report to Neptune"
 
 
+@main_only
 class NeptuneTracker(PackageTracker):
     """A run of Neptune (`neptune` 1.x). `$NEPTUNE_PROJECT`, `$NEPTUNE_API_TOKEN` and `$NEPTUNE_MODE` ("offline") are
     those of the package.
@@ -41,7 +42,6 @@ class NeptuneTracker(PackageTracker):
     def run_id(self) -> str | None:
         return self._identity
 
-    @on_main_process
     def start(self) -> None:
         self.run = self.package.init_run(project=self.run_name, **self.init_kwargs)
         errors = require("neptune.exceptions", _PURPOSE)
@@ -50,11 +50,9 @@ class NeptuneTracker(PackageTracker):
         except (errors.MissingFieldException, errors.NeptuneOfflineModeFetchException):
             self._identity = None  # a run without a connection has none, and cannot be continued
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run["parameters"] = require("neptune.utils", _PURPOSE).stringify_unsupported(values)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and text, and warn of other values, once each. Neptune stores no number that is not finite: it is
         sent as text, under another name.

@@ -11,13 +11,14 @@ from typing import Any, Self
 
 import yaml
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only, split_numbers
 from windlass.core.locations import at_home
 from windlass.core.metric_values import python_number
 from windlass.core.optional import require
 from windlass.core.whole_file import write_whole
 
 
+@main_only
 class TensorBoardTracker(PackageTracker):
     """Writes event files for TensorBoard.
 
@@ -62,7 +63,6 @@ class TensorBoardTracker(PackageTracker):
     def run_id(self) -> str | None:
         return self.run_name or None
 
-    @on_main_process
     def start(self) -> None:
         if self.writer is not None:
             return
@@ -71,7 +71,6 @@ class TensorBoardTracker(PackageTracker):
 
         self.writer = SummaryWriter(self.logging_dir, **self.init_kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the hyperparameters into the event file and into `hparams.yml` next to it."""
         # YAML has no subclasses of numbers and text, such as float64 of NumPy and enums.
@@ -85,7 +84,6 @@ class TensorBoardTracker(PackageTracker):
         self.writer.flush()
         write_whole(Path(self.logging_dir, "hparams.yml"), yaml.safe_dump(plain))
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as scalars, text as text, a dict of numbers as several curves in one chart."""
         numbers, others = split_numbers(values)
@@ -98,7 +96,6 @@ class TensorBoardTracker(PackageTracker):
                 self.writer.add_text(name, str(value), global_step=step, **kwargs)
         self.writer.flush()
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log `values`, batches of images by name, at update `step`: (count, channels, height, width) unless
         `dataformats` is given.

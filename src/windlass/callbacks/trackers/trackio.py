@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only
 
 
+@main_only
 class TrackioTracker(PackageTracker):
     """A run of Trackio. The arguments are those of `PackageTracker`, for `trackio.init`."""
 
@@ -24,15 +25,12 @@ class TrackioTracker(PackageTracker):
         resume = "never" if facts.run_id is None else "allow"
         return cls(facts.project, name=facts.run_id or facts.name, resume=resume, **places)
 
-    @on_main_process
     def start(self) -> None:
         self.run = self.package.init(project=self.run_name, **self.init_kwargs)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.package.config.update(values, allow_val_change=True)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log any values that `trackio.log` takes."""
         self.run.log(values, step=step, **kwargs)

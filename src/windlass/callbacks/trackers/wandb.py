@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process
+from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only
 
 _STEP = "train/global_step"  # as transformers calls it
 
 
+@main_only
 class WandBTracker(PackageTracker):
     """A run of Weights & Biases; one that the script has opened is used as it is, and left open.
 
@@ -27,7 +28,6 @@ class WandBTracker(PackageTracker):
         tracker.is_of_trainer = True
         return tracker
 
-    @on_main_process
     def start(self) -> None:
         self.is_ours = self.package.run is None
         self.run = self.package.run or self.package.init(project=self.run_name, **self.init_kwargs)
@@ -35,11 +35,9 @@ class WandBTracker(PackageTracker):
             self.run.define_metric(_STEP)
             self.run.define_metric("*", step_metric=_STEP, step_sync=True)
 
-    @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(values, allow_val_change=True)
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log any values that `wandb.log` takes."""
         if self.is_of_trainer and step is not None:
@@ -48,13 +46,11 @@ class WandBTracker(PackageTracker):
             step = None if step < self.run.step else step
         self.run.log(values, step=step, **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log `values`, lists of images (arrays, tensors or PIL images) by name, at update `step`."""
         for name, images in values.items():
             self.log({name: [self.package.Image(image) for image in images]}, step=step, **kwargs)
 
-    @on_main_process
     def log_table(
         self,
         table_name: str,

@@ -36,6 +36,16 @@ _RATES = frozenset({"lr", "initial_lr"})
 # Options that depend on the version of torch and do not identify an optimizer.
 _DECOUPLED = "decoupled_weight_decay"
 _OF_VERSIONS = frozenset({"params", "param_names", "maximize", _DECOUPLED})
+# What torch's optimizers read of the state of a parameter that has one, and of one with such an option of its group.
+_ADAM = ("step", "exp_avg", "exp_avg_sq")
+_READ = {
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.SGD: (),
+}
+_READ_WITH = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 _logger = get_logger(__name__)
 
 
@@ -70,10 +80,12 @@ def named_state(
     present = _present_groups(optimizer, model, short)
     _check_kind(path, groups[0], optimizer.param_groups[0])
     saved = {name: group for group, members in zip(groups, names, strict=True) for name in members}
+    by_name = {numbers[number]: entry for number, entry in entries.items()}
+    _check_entries(path, type(optimizer), saved, by_name)
     ignored = frozenset({"params", "param_names"} | (frozenset() if with_rates else _RATES))
     return {
         "shapes": {name: list(shapes[name]) for members in present for name in members},
-        "state": {numbers[number]: entry for number, entry in entries.items()},
+        "state": by_name,
         "groups": [
             {"names": members, "options": _options(members, saved, ignored, path)} for members in present
         ],
@@ -155,6 +167,22 @@ def _check_kind(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]
             f"{path} is the state of another optimizer than this run's: it has the options {there}, and this one "
             f"{here}. Set optim to the one that it was saved with"
         )
+
+
+def _check_entries(
+    path: Path, kind: type, saved: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping[Any, Any]]
+) -> None:
+    """Check that nothing is missing of which an update of an optimizer of torch makes the next state."""
+    if kind not in _READ:
+        return
+    for name, entry in entries.items():
+        read = (*_READ[kind], *(key for option, key in _READ_WITH.items() if saved[name].get(option)))
+        missing = [key for key in read if key not in entry]
+        if missing:
+            raise CheckpointError(
+                f"{path} is malformed: the state of {name} lacks {shorten(missing)}, which {kind.__name__} needs. "
+                "Start a new run from its weights: load them into the model and call train()"
+            )
 
 
 def _options(

@@ -20,6 +20,12 @@ class Range:
     holds: Callable[[Any], bool]
     words: str
 
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a number; None if nothing is."""
+        if self.holds(value):
+            return None
+        return self.words if self is FINITE or -math.inf < value < math.inf else f"{self.words}, and finite"
+
 
 def at_least(low: float, hint: str = "") -> Range:
     return Range(lambda v: low <= v < math.inf, f"must be at least {low}{hint}")

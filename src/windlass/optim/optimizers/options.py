@@ -12,6 +12,7 @@ import torch
 from windlass.config.kinds import flag
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import Problem, did_you_mean, refuse
+from windlass.optim.option_ranges import outside_range
 
 # The class of an optimizer, and its keyword arguments without the parameters.
 Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -30,16 +31,6 @@ _ELSEWHERE = {
     "weight_decay": "set the weight_decay argument instead: it reaches the groups that decay",
     "lr": "set the learning_rate argument instead",
     "betas": "set the adam_beta1 and adam_beta2 arguments instead",
-}
-# Options that constructors take in any size, and what is wrong with a value in the first update, or in all of them.
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("beta1", "beta2", "beta3"), (lambda v: 0 <= v < 1, "must be at least 0 and below 1")),
-    **dict.fromkeys(("t_alpha", "t_beta3", "block_size"), (lambda v: v >= 1, "must be at least 1")),
-    **dict.fromkeys(("clip_threshold", "max_lr"), (lambda v: v > 0, "must be above 0")),
-    "decay_rate": (lambda v: v <= 0, "must be at most 0, as the power of a number of updates"),
-    "gamma": (lambda v: 0 <= v <= 1, "must be between 0 and 1"),
-    "ns_steps": (lambda v: 1 <= v < 100, "must be at least 1 and below 100"),
-    "weight_lr_power": (lambda v: v >= 0, "must be at least 0, as the rate may be 0 in a warm-up"),
 }
 
 
@@ -60,8 +51,7 @@ def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str,
         except (TypeError, ValueError):
             problems.append(Problem(field, value, f"must be {_WORDS[known[name]]}"))
             continue
-        fits, fix = _RANGES.get(name, (lambda _: True, ""))
-        if not fits(values[name]):
+        if fix := outside_range(name, values[name]):
             problems.append(Problem(field, value, fix))
     refuse(problems)
     return values
