@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.recipes.readers import Record, texts
 from windlass.recipes.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, RecipeParts
@@ -20,14 +20,12 @@ class CausalLM(TextTask):
     name = "causal-lm"
     own_keys = ("data.block_size", "sample")
     own_formats = PLAIN_TEXT
+    rows_at_hand: ClassVar[Mapping[str, str]] = {"format": PYTHON_DOCS}
     model_class = "AutoModelForCausalLM"
     tokenizer_kind = WRITER
     length_key = "block_size"
     provable = True
     marked_tokens = "tokens have a label: each is predicted from those before it"
-
-    def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        return {"format": PYTHON_DOCS}
 
     def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
         from windlass.recipes.samples import pack
