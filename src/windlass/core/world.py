@@ -18,8 +18,12 @@ LAUNCH_VARIABLE = "WINDLASS_LAUNCH_COMMAND"
 _VARIABLES = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 # The number of processes of a machine, as torchrun, DeepSpeed's launcher, and mpirun of three MPIs set it.
 _SIZES_HERE = (
-    "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"
-)  # fmt: skip
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _PORTS = 65536
