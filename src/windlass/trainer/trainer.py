@@ -451,8 +451,13 @@ class Trainer:
         if self._made_scheduler:  # for the length of an earlier run
             self.lr_scheduler, self._made_scheduler = None, False
         loop = hooks.around(self, Trainer, "_inner_training_loop")
+        # By name, as transformers calls it: overrides may take keywords alone.
         trained: TrainOutput = loop(
-            self.args.train_batch_size, self.args, resume, trial, ignore_keys_for_eval
+            batch_size=self.args.train_batch_size,
+            args=self.args,
+            resume_from_checkpoint=resume,
+            trial=trial,
+            ignore_keys_for_eval=ignore_keys_for_eval,
         )
         return trained
 
