@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import ConfigError, Problem
+from windlass.recipes.modelling import config_of_named, writing_fault
 from windlass.recipes.readers import Record, texts
-from windlass.recipes.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, RecipeParts
+from windlass.recipes.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, Recipe, RecipeParts
 from windlass.recipes.text_task import TextTask
 from windlass.recipes.tokenizing import WRITER
 
@@ -28,6 +32,14 @@ class CausalLM(TextTask):
 
     def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
         return {"format": PYTHON_DOCS}
+
+    def build_parts(
+        self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
+    ) -> RecipeParts:
+        name = recipe.model.name  # a config of the recipe's own was checked when it was read
+        if name is not None and (fault := writing_fault(config_of_named(name))):
+            raise ConfigError(Problem("model.name", name, fault))
+        return super().build_parts(recipe, args, saved_tokenizer)
 
     def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
         from windlass.recipes.samples import pack
