@@ -326,7 +326,7 @@ def test_an_override_that_would_never_be_called_is_refused(tmp_path: Path, name:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [("accelerator", "clip_grad_norm_"), ("accelerator", "prepare"), ("args", "should_save")],
+    [("accelerator", "no_sync"), ("accelerator", "prepare"), ("args", "should_save")],
 )
 def test_neither_is_one_on_the_arguments_or_the_accelerator(tmp_path: Path, owner: str, name: str) -> None:
     class Arguments(TrainingArguments):
@@ -362,8 +362,8 @@ def test_and_one_that_would_never_be_called_is_refused_there_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "_get_num_items_in_batch", lambda self, *args: 1)
-    monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda self, *args: None, raising=False)
-    with pytest.raises(ConfigError, match="_clip_grad_norm='overridden'") as caught:
+    monkeypatch.setattr(Trainer, "_get_grad_norm", lambda self, *args: None, raising=False)
+    with pytest.raises(ConfigError, match="_get_grad_norm='overridden'") as caught:
         Trainer(Net(), arguments(tmp_path), train_dataset=rows(8)).train()
     assert "_get_num_items_in_batch" in str(caught.value)
 

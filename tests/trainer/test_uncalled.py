@@ -250,6 +250,108 @@ def test_the_best_model_is_chosen_by_what_an_override_adds_to_an_evaluation(tmp_
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
 
 
+# --- the gradients --------------------------------------------------------------------------------------------------
+
+
+def clipping(base: Any) -> Any:
+    """A subclass that clips the bias by itself, after all gradients were clipped together."""
+
+    class Clips(base):  # type: ignore[misc]
+        def _clip_grad_norm(self, model: Any) -> Any:
+            of_bias = model.layer.bias.grad
+            self.notes.append(float(of_bias.norm()))
+            norm = super()._clip_grad_norm(model)
+            of_bias.clamp_(-0.01, 0.01)
+            return norm
+
+    return Clips
+
+
+def assigning(base: Any) -> Any:
+    """A subclass that replaces the accelerator's way to clip, and measures the weight alone."""
+
+    class Assigns(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            inherited = self.accelerator.clip_grad_norm_
+
+            def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+                parameters = list(parameters)
+                self.notes.append(float(parameters[1].grad.norm()))
+                return inherited(parameters[:1], max_norm / 2, norm_type)
+
+            self.accelerator.clip_grad_norm_ = clip
+
+    return Assigns
+
+
+def replacing(base: Any) -> Any:
+    """A subclass that clips without what it overrides."""
+
+    class Replaces(base):  # type: ignore[misc]
+        def _clip_grad_norm(self, model: Any) -> Any:
+            return torch.nn.utils.clip_grad_norm_([model.layer.weight], 0.2)
+
+    return Replaces
+
+
+CLIPPED: dict[str, Any] = {
+    "max_steps": 4, "max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential",
+    "logging_steps": 1, "optim": "sgd",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("derive", [clipping, assigning, replacing])
+def test_gradients_are_clipped_in_the_scripts_own_way(tmp_path: Path, derive: Any) -> None:
+    transformers = pytest.importorskip("transformers", reason="whose loop calls the method")
+    ours, theirs = (
+        run_of(derive(library.Trainer), library.TrainingArguments(**settings(tmp_path / name, **CLIPPED)))
+        for name, library in (("ours", windlass), ("theirs", transformers))
+    )
+    plain = run_of(Trainer, arguments(tmp_path / "plain", **CLIPPED))
+    assert ours.notes == pytest.approx(theirs.notes, rel=1e-5)
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert weights_hash(ours.model) != weights_hash(plain.model)
+    norms = [
+        [row["grad_norm"] for row in one.state.log_history if "grad_norm" in row] for one in (ours, plain)
+    ]
+    # Of all gradients, before anything clips them.
+    assert norms[0][0] == norms[1][0]
+
+
+def clip_on_ranks(folder: str) -> tuple[list[float], list[float]]:
+    trainer = clipping(Trainer)(Net(), arguments(Path(folder), **CLIPPED), train_dataset=rows(32))
+    trainer.notes = []
+    trainer.train()
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+    return trainer.notes, [float(value) for value in unwrapped.layer.bias]
+
+
+@pytest.mark.dist
+def test_under_data_parallelism_gradients_are_those_of_all_processes(tmp_path: Path) -> None:
+    first, second = on_ranks(2, clip_on_ranks, str(tmp_path))
+    assert first == second
+    assert len(first[0]) == 4
+
+
+@pytest.mark.parametrize("derive", [clipping, assigning])
+def test_where_gradients_are_not_whole_the_scripts_way_to_clip_is_refused(
+    tmp_path: Path, derive: Any
+) -> None:
+    args = arguments(tmp_path, optim="lomo")
+    trainer = derive(Trainer)(Net(), args, train_dataset=rows(8))
+    with pytest.raises(ConfigError, match=r"clip_grad_norm_?='overridden'.*whole on each process"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_run_alone_calls_the_way_to_clip(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path), train_dataset=rows(8))
+    with pytest.raises(ConfigError, match="_clip_grad_norm='called'"):
+        trainer._clip_grad_norm(trainer.model)
+
+
 # --- the model ----------------------------------------------------------------------------------------------------
 
 

@@ -250,6 +250,9 @@ def _refused(ranks: Gang) -> None:
 
     first.__class__ = Summing
     assert "its logits differ" in message(mixed)
+    endless = _model("plain")
+    endless.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0].log(), *args[1:]))
+    assert "its logits differ by nan" in message(endless)
     failing, fails = _model("plain"), iter((False, ranks.world.rank > 0))
     failing.register_forward_hook(lambda *_: {}["of one rank"] if next(fails) else None)
     assert "KeyError: 'of one rank'" in message(failing)

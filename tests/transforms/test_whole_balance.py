@@ -36,6 +36,14 @@ def test_sums_of_parts_are_those_of_the_whole_and_their_losses_are_not() -> None
     assert abs(float(sum(map(balance, parts)) / 2 - balance(whole))) > 1e-4  # type: ignore[arg-type]
 
 
+def test_batches_that_do_not_count_have_a_loss_of_zero_without_gradients() -> None:
+    logits = torch.randn(8, 4, requires_grad=True)
+    loss = balance(router_sums((logits,), 2, None) * 0.0)
+    loss.backward()
+    assert float(loss) == 0
+    assert not torch.as_tensor(logits.grad).any()
+
+
 def test_a_forward_uses_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     mixture, other = model("balanced"), model("balanced")
     batch = collate(samples(2))

@@ -5,6 +5,7 @@ Words of `loop`: a stage, "-1" without DeepSpeed, or "file" for a configuration 
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,35 @@ def loop(kind: str, folder: Path) -> dict[str, Any]:
         "weights": {name: value.flatten().tolist() for name, value in state.items()},
         "type": str(accelerator.distributed_type),
     }
+
+
+def grouped(stage: int, folder: Path) -> dict[str, Any]:
+    """Updates with a schedule for each group, of which the first has frozen parameters alone and the second none."""
+    plugin = DeepSpeedPlugin(zero_stage=stage) if stage >= 0 else None
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = Net()
+    members = [
+        [model.inner.bias],
+        [],
+        [model.inner.weight, *model.norm.parameters()],
+        [*model.head.parameters()],
+    ]
+    groups = [{"params": own, "lr": 0.01 * (index + 1)} for index, own in enumerate(members)]
+    optimizer: Any = torch.optim.AdamW(groups)
+    shapes = [lambda step, own=index: (own + 1) ** -step for index in range(4)]
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, shapes)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, data())
+    rates = []
+    for batch in itertools.islice(loader, 4):
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    accelerator.save_state(str(folder))
+    schedule.step()
+    accelerator.load_state(str(folder))
+    rates.append([group["lr"] for group in optimizer.param_groups])
+    state = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    return {"rates": rates, "weights": {name: value.flatten().tolist() for name, value in state.items()}}

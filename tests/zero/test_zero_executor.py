@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.dist.launch import on_ranks
 from tests.trainer.small import arguments, rows
-from tests.zero import runs
+from tests.zero import loop_ranks, runs
 from tests.zero.needed import needs_deepspeed
 
 from windlass import Trainer
@@ -65,6 +65,16 @@ def test_the_other_stages_equal_one_process(stage: int, alone: dict[str, Any], t
 def test_a_job_of_one_process(stage: int, alone: dict[str, Any], tmp_path: Path) -> None:
     [found] = on_ranks(1, runs.trained, tmp_path, stage)
     check(found, tmp_path, alone)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_without_trained_parameters_keep_their_places(stage: int, tmp_path: Path) -> None:
+    """The engine leaves them out: the rates of a schedule would reach the groups behind them."""
+    [alone] = on_ranks(0, loop_ranks.grouped, -1, tmp_path / "alone")
+    [found] = on_ranks(1, loop_ranks.grouped, stage, tmp_path / "run")
+    assert found["rates"] == alone["rates"]
+    for name, values in alone["weights"].items():
+        assert found["weights"][name] == pytest.approx(values, abs=TOLERANCE), name
 
 
 @pytest.mark.slow

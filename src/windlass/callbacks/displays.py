@@ -100,7 +100,9 @@ class _Speed:
 
 
 class Display:
-    """The progress of a run of steps, and of an evaluation within it, which is counted separately."""
+    """The progress of a run of steps, and of an evaluation within it, which is counted separately. This one shows
+    nothing of it.
+    """
 
     # A terminal is redrawn at most this often: drawing takes about a millisecond, a step may take less.
     seconds = 0.2
@@ -135,11 +137,9 @@ class Display:
 
     def report(self, logs: Metrics, max_str_len: int) -> None:
         """Show logged values as one line."""
-        raise NotImplementedError
 
     def write(self, text: str) -> None:
         """Show what happened as one line."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self._inner = None
@@ -150,7 +150,7 @@ class Display:
 
     def _show(self, pace: Pace) -> None:
         """Display the progress of `pace`, and note the time."""
-        raise NotImplementedError
+        self._last = self._clock()
 
 
 class LineDisplay(Display):
@@ -170,7 +170,7 @@ class LineDisplay(Display):
         self._show(self._pace, f" {shown(text)}")
 
     def _show(self, pace: Pace, message: str = "") -> None:
-        self._last = self._clock()
+        super()._show(pace)
         self._file.write(f"[{pace.text()}]{message}\n")
         self._file.flush()
 
@@ -184,15 +184,6 @@ class QuietDisplay(Display):
         super().__init__(0, "")
         if can_redraw(file):
             foot_of(file).draw(QuietDisplay, ())
-
-    def report(self, logs: Metrics, max_str_len: int) -> None:
-        pass
-
-    def write(self, text: str) -> None:
-        pass
-
-    def _show(self, pace: Pace) -> None:
-        self._last = self._clock()
 
 
 class BarDisplay(Display):
@@ -256,7 +247,7 @@ class BarDisplay(Display):
         self._show(self._pace)
 
     def _show(self, pace: Pace) -> None:
-        self._last = self._clock()
+        super()._show(pace)
         speed = "" if self._ended else self._speed.text  # the last one is not that of the whole run
         rows = [self._row(self._pace, [self._time(), self._loss, speed])]
         if self._inner:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from windlass.callbacks.charts import thinned
+from windlass.callbacks.charts import LARGEST, thinned
 from windlass.callbacks.rows import Row, described_event, is_number
 from windlass.callbacks.run_view import RunView
 from windlass.config.sections.fields import OptimisationSection
@@ -20,7 +20,6 @@ _TOKENS = ("num_input_tokens_seen", "num_tokens")
 _NOT_SERIES = {"step", "epoch", "total_flos", "slowest_rank", "wall", "elapsed", *_TOKENS}
 _NUMBERS = frozenset({float, int})
 _NORM = OptimisationSection.max_grad_norm
-_LARGEST = 1e300  # beyond it the span of an axis could overflow
 
 Point = tuple[float, float, float, float | None]  # step, value, seconds since the first start, tokens
 
@@ -132,7 +131,7 @@ def _series(rows: Sequence[Row], began: float, tokens: float | None) -> dict[str
                 # Exact types first: this is done for each value of a long run. True and False are no numbers.
                 if type(value) not in _NUMBERS or name in _NOT_SERIES:
                     continue
-                if -_LARGEST < value < _LARGEST:  # false for NaN
+                if -LARGEST < value < LARGEST:  # false for NaN
                     if name in found:
                         found[name].append((step, value, seconds, tokens))
                     else:

@@ -244,9 +244,6 @@ class _CellPage(Display):
         if is_number(row.get(_VALIDATION)):
             self._evaluations = _with_point(self._evaluations, (place["Step"], row[_VALIDATION]))
 
-    def write(self, text: str) -> None:
-        """Nothing to do: a page has no lines of text."""
-
     def close(self) -> None:
         super().close()
         self._ended = True
@@ -257,7 +254,7 @@ class _CellPage(Display):
         self._show(self._pace)
 
     def _show(self, pace: Pace) -> None:
-        self._last = self._clock()
+        super()._show(pace)
         if not self._drawn:
             return
         display = require("IPython.display", "show progress in a notebook")

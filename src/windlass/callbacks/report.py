@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,12 @@ def write_report(
     """
     # Strict: a report that leaves out damaged rows would be taken for that of the whole run.
     view = read_run(run, strict=True)
+    view = replace(view, life=replace(view.life, runs=runs))
     title = run.absolute().name
-    overlaid = [
-        summarised(found, describe(found)) for other in others for found in [read_run(other, strict=True)]
-    ]
+    found = [view, *(read_run(other, strict=True) for other in others)]
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "report.html"]
-    write_whole(written[0], render_page([_summarised(view, runs, describe(view)), *overlaid]))
+    write_whole(written[0], render_page([summarised(one, describe(one)) for one in found]))
     if picture and is_available("matplotlib"):
         written.append(folder / "training.png")
         draw_training([measured(row) for row in view.all_rows], written[1], title)
@@ -116,12 +116,8 @@ def write_report(
 
 def summarised(view: RunView, facts: Facts = ()) -> PageRun:
     """Return a run with one line on its state and its time, as its page shows them."""
-    return _summarised(view, view.life.runs, facts)
-
-
-def _summarised(view: RunView, runs: bool | None, facts: Facts) -> PageRun:
     rows = view.all_rows
-    return PageRun(view, status(view.record, rows, runs), training_time(view.record, rows), facts)
+    return PageRun(view, status(view.record, rows, view.life.runs), training_time(view.record, rows), facts)
 
 
 def status(record: Record | None, rows: Sequence[Row], runs: bool | None) -> str:

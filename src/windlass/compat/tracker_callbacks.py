@@ -126,17 +126,7 @@ class WandbCallback(_TrackerCallback):
 
 
 INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {
-    cls.name: cls
-    for cls in (
-        ClearMLCallback,
-        CometCallback,
-        DVCLiveCallback,
-        MLflowCallback,
-        SwanLabCallback,
-        TensorBoardCallback,
-        TrackioCallback,
-        WandbCallback,
-    )
+    cls.name: cls for cls in _TrackerCallback.__subclasses__()
 }
 
 

@@ -33,9 +33,11 @@ class StepHooks:
 
     Attributes:
         heard: the events of callbacks within an update that have listeners; the others are not reported.
+        clip: called with the executor's way to clip, in its place, where `has_whole_gradients`; None: it clips.
     """
 
     heard: Collection[str] = ()
+    clip: Callable[[Callable[[], Tensor]], None] | None = None
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         """Forward and backward of micro-batch `index`; returns its detached share of the update's loss."""
@@ -95,6 +97,11 @@ class Executor(Protocol):
     def has_own_gradients(self) -> bool:
         """True if gradients are there, and those that code computes without `backward` are what that would compute:
         it would neither scale nor reduce them, nor update parameters with them.
+        """
+
+    def has_whole_gradients(self) -> bool:
+        """True if, before an update, each gradient of `Parameter.grad` is whole on this rank, so that any code may
+        measure and change it.
         """
 
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:

@@ -108,6 +108,9 @@ class FusedExecutor(NativeExecutor):
     def has_own_gradients(self) -> bool:
         return False  # a raw backward has updated the parameters, or left gradients that no update uses
 
+    def has_whole_gradients(self) -> bool:
+        return False  # but one at a time
+
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         """Update without a norm or a check."""
         _refuse(options)

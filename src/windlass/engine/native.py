@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -103,6 +104,9 @@ class NativeExecutor:
 
     def has_own_gradients(self) -> bool:
         return self._alone and not self._scaler.active and bool(self._gradients())
+
+    def has_whole_gradients(self) -> bool:
+        return not (self.strategy.sharded or any(map(is_sharded, self._parameters)))
 
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         self.backward(loss, **options)
@@ -286,7 +290,10 @@ class NativeExecutor:
         rescale, parts = hooks.complete()
         if rescale is not None:
             loss = loss * rescale
-        norm = self.clip(max_norm, rescale)
+        norm = self.clip(max_norm if hooks.clip is None else None, rescale)
+        if hooks.clip is not None and max_norm is not None:
+            # Measured before: what the run reports and decides by is the same on all ranks.
+            hooks.clip(partial(self.clip, max_norm))
         self._skip = rescale is None and not update.denominator
         if guard:
             self._clock.enter(COMPUTE)  # the host waits for the device

@@ -69,6 +69,9 @@ class PipelineExecutor(NativeExecutor):
         scaled = self._scaler.scale(loss) if self._scaler.active else loss
         self._loss = scaled if self._loss is None else self._loss + scaled
 
+    def has_whole_gradients(self) -> bool:
+        return False  # but those of its stages
+
     def backward_aux(self, loss: Tensor) -> None:
         raise ModelError(
             "LossTerms(aux=...) under gradient accumulation needs separate gradients, which a pipeline does not have: "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.arguments import TrainingArguments
@@ -35,6 +36,10 @@ class Task(ABC):
     # What marks around tokens mean in `sample_lines`; empty if it marks none
     marked_tokens: ClassVar[str] = ""
     arguments: ClassVar[type[TrainingArguments]] = TrainingArguments  # class of the section `training`
+    trainer: ClassVar[str] = "windlass.trainer.trainer:Trainer"  # its class, imported when it is opened
+    measures_accuracy: ClassVar[bool] = False
+    # A section `data` with rows that are always here
+    rows_at_hand: ClassVar[Mapping[str, str]] = {"train": str(ROWS)}
     new_model: ClassVar[str] = "model"  # section whose `config` describes new weights
     reads_text: ClassVar[bool] = True  # samples are made by a tokenizer
     provable: ClassVar[bool] = False  # `windlass prove` compares its layouts with one process
@@ -54,8 +59,8 @@ class Task(ABC):
         yield from model_conflicts(recipe)
 
     def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a section `data` that replaces `data` in the tiny form of a recipe, with rows that are always here."""
-        return {"train": str(ROWS)}
+        """Return a section `data` that replaces `data` in the tiny form of a recipe."""
+        return dict(self.rows_at_hand)
 
     # --- the run --------------------------------------------------------------------------------------------------
 
@@ -84,12 +89,12 @@ class Task(ABC):
 
     def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
         """Return arguments that only this task's trainer is given, such as `compute_metrics`."""
-        return {}
+        from windlass.recipes.text_metrics import ACCURACY
+
+        return ACCURACY if self.measures_accuracy else {}
 
     def trainer_class(self) -> Any:
-        from windlass.trainer.trainer import Trainer
-
-        return Trainer
+        return resolve_name(self.trainer)
 
     def open_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
         """Return the trainer, which writes a report into its output folder."""

@@ -27,7 +27,14 @@ from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
 from windlass.trainer.script_loss import calls_inherited, exchanges, names_in_code
-from windlass.trainer.uncalled import CALLED_AROUND, NEVER_CALLED, OF_ACCELERATOR, OF_ARGUMENTS
+from windlass.trainer.uncalled import (
+    CALLED_AROUND,
+    CLIP,
+    CLIP_OF_ACCELERATOR,
+    NEVER_CALLED,
+    OF_ACCELERATOR,
+    OF_ARGUMENTS,
+)
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.strategy import Strategy
 
@@ -43,7 +50,8 @@ _MULTI_LABEL = "multi_label_classification"
 # Overrides of these methods change the plan.
 WATCHED = (
     "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
-    "_get_dataloader", "evaluate", "evaluation_loop", *CALLED_AROUND, *NEVER_CALLED,
+    "_get_dataloader", "evaluate", "evaluation_loop", *CALLED_AROUND, CLIP,
+    *NEVER_CALLED,
 )  # fmt: skip
 
 
@@ -298,6 +306,19 @@ class TrainHooks:
     def works_around(self) -> bool:
         """The script's own `_maybe_log_save_evaluate` is called for the work between updates."""
         return "_maybe_log_save_evaluate" in self.overridden
+
+    @property
+    def clips(self) -> str | None:
+        """The name of the script's own way to clip; None if it has none."""
+        if CLIP in self.overridden:
+            return CLIP
+        of_accelerator = replaced(self._trainer.accelerator, CLIP_OF_ACCELERATOR)
+        return f"accelerator.{CLIP_OF_ACCELERATOR}" if of_accelerator else None
+
+    def clip(self, inherited: Callable[[], Tensor]) -> None:
+        """Clip the gradients of an update by the script's own way, in which Windlass's is `inherited`."""
+        with attributes_of(self._trainer, clip_gradients=inherited):
+            self._trainer._clip_grad_norm(self._trainer.model_wrapped)
 
     def work_between_updates(
         self, work: Callable[[], None], losses: Tensor, norm: Tensor | None, rate: float, started: Moment

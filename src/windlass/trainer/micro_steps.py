@@ -33,6 +33,7 @@ class MicroSteps(StepHooks):
         self._accumulation, self._normaliser = self._accelerator.gradient_state, self._loss.normaliser
         self._executor, self._step = context.built.executor, hooks.training_step
         self._is_watched = self._needs_count = False
+        self.clip = None if hooks.clips is None else hooks.clip
         self._asked = context.plan.batches.asked
         self._division: StepDivision | None = None
 

@@ -63,6 +63,7 @@ from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.script_loss import check_loss_modules, check_smoothing
 from windlass.trainer.services import Services
+from windlass.trainer.uncalled import CLIP_ELSEWHERE
 from windlass.trainer.wrappers import innermost
 from windlass.transforms.strategy import Strategy
 
@@ -326,6 +327,8 @@ def _check_built(
     """Refuse, before the first update, what could not be saved or differs between ranks. Collective."""
     check_alike({"optimizer": optimizer_facts(built.executor.optimizer)}, all_ranks)
     check_optimizer(built.executor.optimizer, files.model, plan.save, all_ranks)
+    if hooks.clips is not None and not built.executor.has_whole_gradients():
+        raise ConfigError(Problem(hooks.clips, "overridden", CLIP_ELSEWHERE))
     _check_disks(disks, built.executor.strategy, plan.save.on_each_node)
     # A script's own way to save, and adapters, whose weights peft names, are not checked.
     if not hooks.saves_own_way and files.adapter is None:

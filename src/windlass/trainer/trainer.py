@@ -1326,6 +1326,28 @@ class Trainer:
         """
         return self.evaluate(ignore_keys=ignore_keys_for_eval)
 
+    clip_gradients: Callable[[], Tensor] | None = None  # within an override of `_clip_grad_norm` during a run
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip the gradients of an update by `max_grad_norm`; for overrides, which a run calls after the last backward
+        of an update, if `max_grad_norm` is set. Gradients have no loss scale then, and are those of all processes. The
+        run reports the norm before this is called, whatever an override returns.
+
+        Args:
+            model: what forwards run through.
+
+        Returns:
+            The norm before clipping, or what a `clip_grad_norm_` that was assigned to the accelerator returns.
+        """
+        if self.clip_gradients is None:
+            fix = "a run calls it in an update: override it, or use accelerator.clip_grad_norm_"
+            raise ConfigError(Problem("_clip_grad_norm", "called", fix))
+        if hooks.replaced(self.accelerator, "clip_grad_norm_"):
+            limit = self.args.max_grad_norm
+            norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), limit)
+            return norm
+        return self.clip_gradients()
+
     @property
     def _globalstep_last_logged(self) -> int:
         """The step of the last report. A script that has reported the updates since then by itself sets it to the

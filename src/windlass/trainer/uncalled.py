@@ -9,6 +9,12 @@ _LAUNCHER = "they are those of the processes that were launched"
 _PARALLEL = "set parallelism_config"
 _SEARCH = "pass `hp_space` and `compute_objective` to `hyperparameter_search`"
 _CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
+# Of a Trainer and of its Accelerator: a run calls them where each gradient is whole on a process.
+CLIP, CLIP_OF_ACCELERATOR = "_clip_grad_norm", "clip_grad_norm_"
+CLIP_ELSEWHERE = (
+    "it is called where gradients are whole on each process: on one, or under data parallelism, without "
+)
+CLIP_ELSEWHERE += f"DeepSpeed or updates in the backward. Leave it out: {_CLIPPING}"
 # Of a Trainer: a run calls an override that calls the inherited method, as `super()` does, and no copy of another loop.
 CALLED_AROUND = {
     "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback, or call "
@@ -28,7 +34,6 @@ NEVER_CALLED = {
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
     "prediction_loop": "override `evaluation_loop`",
-    "_clip_grad_norm": _CLIPPING,
     "_get_grad_norm": _CLIPPING,
     "_get_learning_rate": "override `log`",
     "_track_num_input_tokens": "override `log`",
@@ -55,7 +60,6 @@ NEVER_CALLED = {
 }
 # Of its Accelerator, in a class or assigned.
 OF_ACCELERATOR = {
-    "clip_grad_norm_": _CLIPPING,
     "prepare": _PREPARED,
     "prepare_model": _PREPARED,
     "prepare_optimizer": _PREPARED,

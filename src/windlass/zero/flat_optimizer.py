@@ -40,24 +40,27 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
         # The base class's constructor is not called: it would create groups and a state of its own.
         self.optimizer = optimizer
         self.skips = self._released = False
-        # The engine removes groups that are empty, replaces the parameters of the others, and may copy them.
+        # The engine replaces the parameters of groups, may copy them, and takes none without a trained parameter.
         self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
         self._members: list[list[nn.Parameter]] = [members for _, members in self._groups]
         self._earlier: dict[Any, dict[str, Any]] = dict(optimizer.state)
         optimizer.state.clear()
         self._places: Mapping[nn.Parameter, Place] = {}
         self._discard: Callable[[], None] = _nothing
-        self._engine_groups: list[dict[str, Any]] = []
+        self._all_groups = optimizer.param_groups
+        trained = [group for group, members in self._groups if any(p.requires_grad for p in members)]
+        self._engine_groups = self._current = optimizer.param_groups = trained
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+        return self._current
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups  # the engine steps one group at a time
+        self._current = groups  # the engine steps one group at a time
+        self.optimizer.param_groups = self._all_groups if groups is self._engine_groups else groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -85,8 +88,14 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
     def use_engine(self, places: Mapping[nn.Parameter, Place], discard: Callable[[], None]) -> None:
         """Called once the engine has divided the parameters, with what discards its gradients."""
         self._places, self._discard = places, discard
-        self._engine_groups = self.param_groups
-        self._members = [kept for _, group in self._groups if (kept := [p for p in group if p in places])]
+        self._members = [[p for p in group if p in places] for _, group in self._groups]
+        settings = iter(self._engine_groups)
+        # Schedules know the groups of `optimizer` by their position, so that its list has all of them.
+        self._all_groups = [
+            next(settings) if members else group
+            for (group, _), members in zip(self._groups, self._members, strict=True)
+        ]
+        self.param_groups = self._engine_groups
         if self._earlier:
             self._fill({parameter: ("a parameter", entry) for parameter, entry in self._earlier.items()})
         self._earlier.clear()
@@ -96,11 +105,9 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
         entries = {parameter: self._entry(place) for parameter, place in self._places.items()}
         self.state.clear()
         self.state.update({parameter: entry for parameter, entry in entries.items() if entry})
-        settings = iter(self._engine_groups)  # `param_groups` is one of them if the engine's step raised
-        for group, members in self._groups:
-            current = next(settings) if any(p in self._places for p in members) else group
+        for (group, members), current in zip(self._groups, self._all_groups, strict=True):
             group.update({**current, "params": members})
-        self.param_groups[:] = [group for group, _ in self._groups]
+        self._current = self.optimizer.param_groups = [group for group, _ in self._groups]
         del self.optimizer.zero_grad, self.optimizer.add_param_group  # its class's again
         self._discard, self._released = _nothing, True
 
@@ -130,7 +137,7 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
                     path = f"{name}/{key}"
                     parts[path], value = value, part_mark(path)
                 entry[key] = value
-        groups = named_groups(self.param_groups, [[names[p] for p in members] for members in self._members])
+        groups = named_groups(self._all_groups, [[names[p] for p in members] for members in self._members])
         shapes = {names[parameter]: list(place.shape) for parameter, place in self._places.items()}
         return {"shapes": shapes, "state": entries, "groups": groups}, parts
 
@@ -140,7 +147,7 @@ class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
         check_shapes({names[parameter]: place.shape for parameter, place in self._places.items()}, state)
         members = [frozenset(names[parameter] for parameter in group) for group in self._members]
         options = match_groups(members, state)
-        for group, saved in zip(self.param_groups, options, strict=True):
+        for group, saved in zip(self._all_groups, options, strict=True):
             group.update({key: value for key, value in saved.items() if key not in IMPLEMENTATION})
         entries = {
             parameter: (name, state["state"][name])

@@ -90,6 +90,9 @@ class ZeroExecutor:
     def has_own_gradients(self) -> bool:
         return False  # they are the engine's
 
+    def has_whole_gradients(self) -> bool:
+        return False
+
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         self._is_last = last
         self.backward(loss, **options)

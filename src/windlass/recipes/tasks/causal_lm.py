@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
@@ -24,14 +24,12 @@ class CausalLM(TextTask):
     name = "causal-lm"
     own_keys = ("data.block_size", "sample")
     own_formats = PLAIN_TEXT
+    rows_at_hand: ClassVar[Mapping[str, str]] = {"format": PYTHON_DOCS}
     model_class = "AutoModelForCausalLM"
     tokenizer_kind = WRITER
     length_key = "block_size"
     provable = True
     marked_tokens = "tokens have a label: each is predicted from those before it"
-
-    def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        return {"format": PYTHON_DOCS}
 
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from windlass.config.arguments import TrainingArguments
 from windlass.core.output import shown
 from windlass.recipes.readers import Record, texts
 from windlass.recipes.schema import DataSpec, RecipeParts
@@ -23,6 +22,7 @@ class Classification(TextTask):
     own_keys = ("data.label_column", "data.max_length")
     model_class = "AutoModelForSequenceClassification"
     tokenizer_kind = CLASSIFIER
+    measures_accuracy = True
 
     def label_names(self, train: list[Record], data: DataSpec) -> list[str]:
         from windlass.recipes.splits import label_names
@@ -40,11 +40,6 @@ class Classification(TextTask):
         from windlass.data.collate_pad import DataCollatorWithPadding
 
         return DataCollatorWithPadding(parts.tokenizer)
-
-    def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
-        from windlass.recipes.text_metrics import ACCURACY
-
-        return ACCURACY
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
         from windlass.text.trained_pieces import decoded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.output import shown
@@ -22,10 +22,9 @@ class ImageClassification(Task):
     name = "image-classification"
     own_keys = ("data.label_column", "data.image_size")
     own_formats = (DIGITS,)
+    rows_at_hand: ClassVar[Mapping[str, str]] = {"format": DIGITS}
     reads_text = False
-
-    def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        return {"format": DIGITS}
+    measures_accuracy = True
 
     def file_problem(self, kind: str) -> str | None:
         if kind == "folder":
@@ -56,8 +55,3 @@ class ImageClassification(Task):
         size = height if height == width else [height, width]
         implied = {"num_channels": channels, "image_size": size}
         return build_model(parts.recipe.model, "AutoModelForImageClassification", parts.labels, implied)
-
-    def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
-        from windlass.recipes.text_metrics import ACCURACY
-
-        return ACCURACY

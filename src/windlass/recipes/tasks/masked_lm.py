@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.recipes.readers import Record, texts
 from windlass.recipes.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, RecipeParts
@@ -21,13 +21,11 @@ class MaskedLM(TextTask):
     name = "masked-lm"
     own_keys = ("data.block_size", "data.mlm_probability")
     own_formats = PLAIN_TEXT
+    rows_at_hand: ClassVar[Mapping[str, str]] = {"format": PYTHON_DOCS}
     model_class = "AutoModelForMaskedLM"
     tokenizer_kind = READER
     length_key = "block_size"
     marked_tokens = "is what was there before, and what the model predicts"
-
-    def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        return {"format": PYTHON_DOCS}
 
     def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
         from windlass.recipes.samples import MaskedBlocks, pack

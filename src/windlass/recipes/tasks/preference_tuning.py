@@ -1,4 +1,6 @@
-"""Preferences: `DPOTrainer` on rows with a chosen and a rejected answer."""
+"""Preferences: `DPOTrainer` and `RewardTrainer` on rows with a chosen and a rejected answer, `KTOTrainer` also on rows
+with a completion and a label.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import refuse
 from windlass.core.world import world_from_environment
 from windlass.finetuning.dpo_config import DPOConfig
+from windlass.finetuning.kto_config import KTOConfig
 from windlass.finetuning.reference_config import ReferenceConfig
+from windlass.finetuning.reward_config import RewardConfig
 from windlass.recipes.built_in_recipes import PREFERENCES
 from windlass.recipes.schema import Recipe, RecipeParts
 from windlass.recipes.task import Conflict, Task, tuning_conflicts
@@ -22,11 +26,10 @@ class PreferenceTuning(Task):
     name = "dpo"
     own_keys: ClassVar[tuple[str, ...]] = ("data.rename", "base", "adapter", "quantization", "sample")
     arguments: ClassVar[type[TrainingArguments]] = DPOConfig
+    trainer = "windlass.finetuning.dpo_trainer:DPOTrainer"
     new_model = "base"
+    rows_at_hand: ClassVar[Mapping[str, str]] = {"train": str(PREFERENCES)}
     adapter_task: ClassVar[str] = "CAUSAL_LM"  # what peft calls the task of the model
-
-    def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        return {"train": str(PREFERENCES)}
 
     def file_problem(self, kind: str) -> str | None:
         if kind in ("jsonl", "json", "parquet", "hub"):
@@ -49,12 +52,25 @@ class PreferenceTuning(Task):
             refuse(args.stage_problems())
         return load_preferences(recipe, args.seed, saved_tokenizer)
 
-    def trainer_class(self) -> Any:
-        from windlass.finetuning.dpo_trainer import DPOTrainer
-
-        return DPOTrainer
-
     def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
         from windlass.recipes.fine_tuning import build_preference_trainer
 
         return build_preference_trainer(self.trainer_class(), parts, args, adapter_task=self.adapter_task)
+
+
+class RewardModelling(PreferenceTuning):
+    """A named model, or a small base that is trained on the chosen answers first, learns to score answers."""
+
+    name = "reward"
+    own_keys = ("data.rename", "base", "adapter", "quantization")
+    arguments = RewardConfig
+    trainer = "windlass.finetuning.reward_trainer:RewardTrainer"
+    adapter_task = "SEQ_CLS"
+
+
+class AnswerJudging(PreferenceTuning):
+    """A named model, or a small base that is trained on the answers first, learns which are desirable."""
+
+    name = "kto"
+    arguments = KTOConfig
+    trainer = "windlass.finetuning.kto_trainer:KTOTrainer"

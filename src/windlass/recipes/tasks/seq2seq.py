@@ -26,6 +26,7 @@ class Seq2Seq(TextTask):
     arguments = Seq2SeqTrainingArguments
     model_class = "AutoModelForSeq2SeqLM"
     tokenizer_kind = TRANSLATOR
+    trainer = "windlass.finetuning.seq2seq_trainer:Seq2SeqTrainer"
 
     def training_defaults(self, recipe: Recipe) -> dict[str, Any]:
         return {"predict_with_generate": recipe.metric is not None}
@@ -73,11 +74,6 @@ class Seq2Seq(TextTask):
         if metric is None or parts.evaluation is None:
             return {}
         return {"compute_metrics": of_predictions(parts.tokenizer, metric, parts.evaluation.targets)}
-
-    def trainer_class(self) -> Any:
-        from windlass.finetuning.seq2seq_trainer import Seq2SeqTrainer
-
-        return Seq2SeqTrainer
 
     def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
         assert isinstance(args, Seq2SeqTrainingArguments)
