@@ -29,7 +29,6 @@ from windlass.recipes.schema import (
 )
 from windlass.recipes.task import Conflict
 from windlass.recipes.tasks import TASKS
-from windlass.recipes.tasks.causal_lm import CausalLM
 
 _OF_HUB = ("subset", "split", "eval_split", "test_split")
 ONLY_FOR_FORMAT = {"columns": ("csv", "tsv"), **dict.fromkeys(_OF_HUB, ("hub",))}
@@ -203,8 +202,7 @@ def handed_on_faults(recipe: Recipe) -> Iterator[Conflict]:
         yield from _adapter_faults(recipe.adapter)
     if is_available("transformers"):
         if recipe.model.config and recipe.model.name is None:
-            writes = isinstance(TASKS[recipe.task], CausalLM)
-            yield from _config_faults("model.config", recipe.model.config, writes)
+            yield from _config_faults("model.config", recipe.model.config, TASKS[recipe.task].writes)
         if recipe.base is not None and recipe.model.name is None:
             yield from _config_faults("base.config", base_config(recipe.base.config), writes=True)
 
