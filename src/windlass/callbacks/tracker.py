@@ -131,6 +131,8 @@ class PackageTracker(GeneralTracker):
     identity: ClassVar[str] = "id"
     closes: ClassVar[str] = "finish"
     project_variable: ClassVar[str] = ""
+    # What has the package continue a run: arguments, with {} for the run's id
+    resumption: ClassVar[Mapping[str, str]] = {"id": "{}", "resume": "allow"}
     # False for a run that the script has opened: it goes on after training, and is not closed here
     is_ours = True
 
@@ -157,7 +159,8 @@ class PackageTracker(GeneralTracker):
     def of_run(cls, facts: RunFacts) -> Self:
         """In the project of `$project_variable`, or of the arguments; a resumed run is continued."""
         project = os.environ.get(cls.project_variable) or facts.project
-        identity = {} if facts.run_id is None else {"id": facts.run_id, "resume": "allow"}
+        asked = {} if facts.run_id is None else cls.resumption
+        identity = {name: text.replace("{}", str(facts.run_id)) for name, text in asked.items()}
         return cls(project, name=facts.name, **identity)
 
     def finish(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, main_only, split_numbers
+from windlass.callbacks.tracker import PackageTracker, main_only, split_numbers
 
 
 @main_only
@@ -18,20 +18,13 @@ class CometMLTracker(PackageTracker):
     name = "comet_ml"
     handle = "writer"
     closes = "end"
+    project_variable = "COMET_PROJECT_NAME"
+    resumption: ClassVar[Mapping[str, str]] = {"experiment_key": "{}"}  # if there is a connection
     writer: Any = None
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         self.experiment_name = kwargs.pop("name", None)
         super().__init__(run_name, **kwargs)
-
-    @classmethod
-    def of_run(cls, facts: RunFacts) -> Self:
-        """In project `$COMET_PROJECT_NAME`, or that of the arguments; a resumed run continues its experiment if
-        there is a connection.
-        """
-        project = os.environ.get("COMET_PROJECT_NAME") or facts.project
-        identity = {} if facts.run_id is None else {"experiment_key": facts.run_id}
-        return cls(project, name=facts.name, **identity)
 
     @property
     def run_id(self) -> str | None:

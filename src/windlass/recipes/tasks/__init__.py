@@ -1,10 +1,9 @@
 """The kinds of task that a recipe may name. Reading this costs no torch."""
 
 from windlass.recipes.task import Task
-from windlass.recipes.tasks.causal_lm import CausalLM
 from windlass.recipes.tasks.classification import Classification
 from windlass.recipes.tasks.image_classification import ImageClassification
-from windlass.recipes.tasks.masked_lm import MaskedLM
+from windlass.recipes.tasks.language_modelling import CausalLM, MaskedLM
 from windlass.recipes.tasks.preference_tuning import AnswerJudging, PreferenceTuning, RewardModelling
 from windlass.recipes.tasks.seq2seq import Seq2Seq
 from windlass.recipes.tasks.supervised_tuning import SupervisedTuning

@@ -1,4 +1,4 @@
-"""Masked language modelling: hidden tokens of running text."""
+"""Language modelling: the next token of running text, or hidden ones."""
 
 from __future__ import annotations
 
@@ -9,22 +9,55 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from windlass.recipes.readers import Record, texts
 from windlass.recipes.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, RecipeParts
 from windlass.recipes.text_task import TextTask
-from windlass.recipes.tokenizing import READER
+from windlass.recipes.tokenizing import READER, WRITER
 
 if TYPE_CHECKING:
     from windlass.recipes.marked_text import Marks
 
 
-class MaskedLM(TextTask):
-    """Texts are joined and cut into blocks; the collator hides tokens of a batch."""
+class BlockTask(TextTask):
+    """Texts are joined and cut into blocks."""
+
+    own_formats = PLAIN_TEXT
+    rows_at_hand: ClassVar[Mapping[str, str]] = {"format": PYTHON_DOCS}
+    length_key = "block_size"
+
+
+class CausalLM(BlockTask):
+    """Each token is predicted from those before it."""
+
+    name = "causal-lm"
+    own_keys = ("data.block_size", "sample")
+    model_class = "AutoModelForCausalLM"
+    tokenizer_kind = WRITER
+    writes = True
+    provable = True
+    marked_tokens = "tokens have a label: each is predicted from those before it"
+
+    def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
+        from windlass.recipes.samples import pack
+
+        return pack(texts(records, data.text_column), tokenizer, data.block_size)
+
+    def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
+        from windlass.core.types import IGNORED
+        from windlass.recipes.marked_text import marked
+        from windlass.text.trained_pieces import trained_pieces
+
+        ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+        end = len(labels) - labels.count(IGNORED)  # of the padding of the last block
+        padding = "" if end == len(ids) else f", then {len(ids) - end} of padding"
+        yield f"block   {end} tokens{padding}"
+        yield marked(trained_pieces(ids[:end], labels[:end], parts.tokenizer), marks)
+
+
+class MaskedLM(BlockTask):
+    """The collator hides tokens of a batch, which are predicted from the others."""
 
     name = "masked-lm"
     own_keys = ("data.block_size", "data.mlm_probability")
-    own_formats = PLAIN_TEXT
-    rows_at_hand: ClassVar[Mapping[str, str]] = {"format": PYTHON_DOCS}
     model_class = "AutoModelForMaskedLM"
     tokenizer_kind = READER
-    length_key = "block_size"
     marked_tokens = "is what was there before, and what the model predicts"
 
     def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
