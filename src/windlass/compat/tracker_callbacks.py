@@ -58,9 +58,7 @@ class CometCallback(_TrackerCallback):
 
     name = "comet_ml"
 
-    @property
-    def _experiment(self) -> Any:
-        return self._of_run()
+    _experiment = property(_TrackerCallback._of_run)
 
 
 class DVCLiveCallback(_TrackerCallback):
@@ -68,10 +66,7 @@ class DVCLiveCallback(_TrackerCallback):
 
     name = "dvclive"
 
-    @property
-    def live(self) -> Any:
-        """The `dvclive.Live` of the open run, or None."""
-        return self._of_run()
+    live = property(_TrackerCallback._of_run, doc="The `dvclive.Live` of the open run, or None.")
 
 
 class MLflowCallback(_TrackerCallback):
@@ -79,9 +74,7 @@ class MLflowCallback(_TrackerCallback):
 
     name = "mlflow"
 
-    @property
-    def _ml_flow(self) -> Any:
-        return self._package()
+    _ml_flow = property(_TrackerCallback._package)
 
 
 class SwanLabCallback(_TrackerCallback):
@@ -120,9 +113,7 @@ class WandbCallback(_TrackerCallback):
 
     name = "wandb"
 
-    @property
-    def _wandb(self) -> Any:
-        return self._package()
+    _wandb = property(_TrackerCallback._package)
 
 
 INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {
