@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.accelerator.loop_cases import make
+from tests.dist.launch import on_ranks
 from tests.said import listening
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from windlass import Accelerator
 from windlass.accelerator.preparing import bring_state_along
 from windlass.core.errors import ConfigError, ModelError
-from windlass.utils import ProjectConfiguration
+from windlass.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
 
 def test_a_model_in_mixed_precision_is_exported() -> None:
@@ -122,6 +123,13 @@ def test_counters_go_to_the_device_with_kernels_that_read_them_there(fused: bool
     assert places == {"step": "cuda" if fused else "cpu", "exp_avg": "cuda"}
 
 
+@pytest.mark.dist
+def test_a_model_that_is_sharded_after_updates_of_its_optimizer_trains_on() -> None:
+    """Its parameters are others then, which the executor of those updates does not have."""
+    [early], [late] = on_ranks(1, trained, 0), on_ranks(1, trained, 2)
+    assert late == early
+
+
 @pytest.mark.parametrize("where", ["a subclass", "the class", "the instance"])
 def test_a_method_that_prepare_would_not_call_is_refused(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     @functools.wraps(Accelerator.prepare_model)
@@ -134,3 +142,18 @@ def test_a_method_that_prepare_would_not_call_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(owner, "prepare_model", prepare_model)
     with pytest.raises(ConfigError, match="prepare_model='overridden'"):
         accelerator.prepare(nn.Linear(2, 1))
+
+
+def trained(sharded_after: int) -> list[float]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model: nn.Module = nn.Linear(4, 3)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    for update in range(4):
+        if update == sharded_after:
+            model = accelerator.prepare(model)
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)["weight"].flatten().tolist()  # type: ignore[no-any-return]

@@ -102,6 +102,37 @@ def test_a_job_that_is_not_of_slurms_tasks_is_not_sized_by_them(
         world_from_environment()
 
 
+@pytest.mark.parametrize(
+    "name", ["LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
+)
+def test_other_launchers_say_how_many_processes_a_machine_has(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set(monkeypatch, "3", "4", "1", None)
+    monkeypatch.setenv(name, "2")
+    assert world_from_environment() == World(3, 4, 1, 2)
+    monkeypatch.setenv(name, "5")
+    with pytest.raises(ConfigError, match=rf"{name}=5: must lie in 1\.\.4"):
+        world_from_environment()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # of the launcher within the other
+    assert world_from_environment() == World(3, 4, 1, 4)
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
+def test_processes_that_meet_on_their_own_machine_are_all_there(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a script sets variables that starts its processes itself."""
+    _set(monkeypatch, "1", "2", "1", None)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    assert world_from_environment() == World(1, 2, 1, 2)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="LOCAL_RANK=0: must be the same as RANK=1"):
+        world_from_environment()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert world_from_environment() == World(1, 2, 0, 1)
+
+
 def test_a_machine_is_known_where_machines_have_unequal_numbers_of_processes() -> None:
     """Three on the first and one on the second: processes of one machine wait for its first."""
     places = [World(0, 4, 0, 3), World(1, 4, 1, 3), World(2, 4, 2, 3), World(3, 4, 0, 1)]

@@ -68,6 +68,15 @@ def test_several_processes_on_a_device_for_one_are_refused_before_they_meet(kind
         join(World(0, 2), torch.device(kind))
 
 
+@pytest.mark.parametrize("named", ["nonesuch0", "lo,nonesuch0"])
+def test_a_network_device_that_is_not_there_is_refused_before_they_meet(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    with pytest.raises(ConfigError, match=rf"GLOO_SOCKET_IFNAME='{named}': .*no nonesuch0; it has .*\blo\b"):
+        join(World(0, 2), torch.device("cpu"))
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_exchange_and_replicate(world: int) -> None:

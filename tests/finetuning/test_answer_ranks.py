@@ -1,4 +1,4 @@
-"""Answers on two ranks, replicated and sharded: those of one process, in the order of the data."""
+"""Answers on two ranks, replicated, sharded and drawn: those of one process, in the order of the data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ SHARDED: dict[str, Any] = {
     "fsdp": "full_shard",
     "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
 }
+DRAWN = {"generation_do_sample": True}
 FORMS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": SHARDED,
+    "drawn": DRAWN,
 }
 
 
 def test_the_same_answers_as_one_process(tmp_path: Path) -> None:
     ranks = on_ranks(2, main, tmp_path)
-    alone = story(tmp_path / "alone", 4)
-    assert len({row["answer"] for row in alone["rows"]}) > 2, "the same text for all shows nothing"
+    greedy, drawn = story(tmp_path / "alone", 4), story(tmp_path / "drawn alone", 4, **DRAWN)
+    assert len({row["answer"] for row in greedy["rows"]}) > 2, "the same text for all shows nothing"
+    assert greedy["rows"] != drawn["rows"]
     for form in FORMS:
+        alone = drawn if form == "drawn" else greedy
         said = [found[form] for found in ranks]
         assert said[0]["sharded"] == said[1]["sharded"] == (form == "fsdp")
         assert said[0]["metrics"] == said[1]["metrics"] == alone["metrics"]

@@ -136,6 +136,12 @@ def test_training_has_the_same_bits_with_answers(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_equal_prompts_get_drawn_answers_of_their_own(tmp_path: Path) -> None:
+    answering(tmp_path, eval_prompts=["the cat"] * 6, generation_do_sample=True, max_steps=1).train()
+    found = [row["answer"] for row in answers(tmp_path) if row["set"] == "prompts"]
+    assert len(set(found)) == 6, "within a batch, and of the batches"
+
+
 def test_a_resumed_run_writes_the_same_answers(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "max_steps": 3,

@@ -14,6 +14,7 @@ from windlass import TrainerCallback
 from windlass.checkpoint.files import Files
 from windlass.core.errors import ConfigError, DataError
 from windlass.data.order import sample_lengths
+from windlass.finetuning import frozen_reference
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.text.forms import LocatedRows
@@ -134,6 +135,18 @@ def test_what_was_kept_of_a_model_with_equal_weights_is_not_used(
         batch = fresh.data_collator([fresh.train_dataset[0]])
         expected = float(fresh.compute_ref_log_probs(fresh.model, batch)[0])
         assert kept.train_dataset[0]["ref_chosen_logps"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers", "peft", "bitsandbytes", "torchao"])
+def test_what_another_version_of_a_library_computed_is_not_used(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    for version in ("1", "2"):
+        versions = {library: version}
+        monkeypatch.setattr(frozen_reference, "version_of", versions.get)
+        trainer_of(tmp_path / "run", rows=pairs(2), precompute_ref_log_probs=True)
+    assert len(list((tmp_path / "home" / "reference").iterdir())) == 2
 
 
 def test_nothing_is_kept_of_a_model_of_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,16 @@ def test_small_updates_of_bf16_weights_are_not_lost(options: dict[str, Any]) -> 
     assert after["careful"] == pytest.approx(1 - 100 * 1e-4 * 1.1, abs=2.0**-9)
 
 
+@pytest.mark.parametrize("name", ["momentum_dtype", "variance_dtype"])
+def test_an_average_in_less_precision_is_that_of_adamw_rounded(name: str) -> None:
+    less: dict[str, Any] = {name: torch.bfloat16}
+    ours = five_steps(lambda p: AnyPrecisionAdamW(p, lr=0.01, weight_decay=0.1, **less))
+    for mine, other in zip(
+        ours, five_steps(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)), strict=True
+    ):
+        torch.testing.assert_close(mine, other, rtol=0, atol=5 * 0.01 * 2.0**-7)
+
+
 def test_dtypes_are_those_asked_for() -> None:
     plan = OptimizerPlan(
         name="adamw_anyprecision", options={"momentum_dtype": "bfloat16", "use_kahan_summation": "True"}

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers
 
+from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.recipes.recipe import load_recipe
+from windlass.recipes.tasks import TASKS
 
 pytest.importorskip("peft")
 
@@ -86,3 +89,48 @@ def test_so_is_one_of_a_new_model(tmp_path: Path, key: str) -> None:
 )
 def test_what_peft_takes_is_accepted(recipe: Path, override: str) -> None:
     assert load_recipe(recipe, [override]).adapter
+
+
+BERT = """\
+data: {format: python-docs}
+tokenizer: {train: {}}
+model: {config: {model_type: bert}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        ((), "is an encoder, whose tokens see those after them"),
+        (("model.config.model_type=xlm-roberta",), "is an encoder"),
+        (("model.config.model_type=distilbert",), "no model of this type that writes text"),
+        (("model.config.model_type=t5",), "no model of this type that writes text"),
+    ],
+)
+def test_a_model_that_cannot_write_is_refused_where_it_shall(
+    tmp_path: Path, overrides: tuple[str, ...], fix: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BERT)
+    problem = only_problem(path, *overrides)
+    assert (problem.field.rpartition(": ")[2], fix in problem.fix) == ("model.config.model_type", True)
+    load_recipe(path, ("task=masked-lm",))
+    load_recipe(path, ("model.config.is_decoder=true",))
+    load_recipe(path, ("model.config.model_type=gpt_neox",))
+
+
+def test_so_is_a_base_that_cannot_write(recipe: Path) -> None:
+    problem = only_problem(recipe, "base.config.model_type=bert")
+    assert problem.field.endswith("base.config.model_type")
+    assert "is an encoder" in problem.fix
+
+
+def test_a_saved_model_that_cannot_write_is_refused_before_the_data_is_read(tmp_path: Path) -> None:
+    transformers.BertConfig().save_pretrained(tmp_path / "model")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"data: {{train: {tmp_path}/text.txt}}\nmodel: {{name: {tmp_path}/model}}\n")
+    (tmp_path / "text.txt").touch()
+    recipe = load_recipe(path)
+    (tmp_path / "text.txt").unlink()
+    with pytest.raises(ConfigError, match=r"model\.name='.*model': is an encoder"):
+        TASKS[recipe.task].build_parts(recipe, TrainingArguments(tmp_path))

@@ -206,7 +206,7 @@ def train(
     **changes: Any,
 ) -> dict[str, list[float]]:
     """Train, evaluate and save; return what was reported, and the weights that were saved. `counted`: train only, and
-    return how many forwards FSDP2 began. `single`: in float32.
+    return how many forwards FSDP2 began, how often it reduced gradients, and of how many units. `single`: in float32.
     """
     kind = _TRAINERS.get(trainer, Noted)
     run = kind(
@@ -228,7 +228,11 @@ def train(
             run.train()
         # Not `seen.events()`, which makes a tree of all that an update does: it takes longer than the run.
         names = [event.name() for event in seen.profiler.kineto_results.events()]
-        return {"begun": [names.count("FSDP::root_pre_forward")]}
+        reduced = [name for name in names if name.startswith("FSDP::post_backward_reduce")]
+        return {
+            "begun": [names.count("FSDP::root_pre_forward")],
+            "reduced": [len(reduced), len(set(reduced))],
+        }
     result = run.train(resume_from_checkpoint=resume)
     run.evaluate()
     run.save_model(str(folder / "saved"))

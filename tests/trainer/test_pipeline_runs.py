@@ -152,12 +152,15 @@ def test_sharded_stages_compute_in_half_precision_as_a_whole_model_does(run: Run
 @pytest.mark.dist
 def test_fsdp2_begins_every_forward_of_a_stage(run: Run) -> None:
     """It waits for the optimizer only where it begins one, and it begins none before the last one has ended: that of
-    the first stage, which does not return, as that of the last, which does.
+    the first stage, which does not return, as that of the last, which does. It reduces gradients once in an update.
     """
     case: Case = ("llama", SHARDS | of_schedule("GPipe"), {"per_device_train_batch_size": 1, "counted": True})
     found = run(4, {"x": (case[0], case[1], {**case[2], "max_steps": 2})})
     first, _, last, _ = (one["x"]["begun"][0] for one in found)
     assert first == last >= 2 * 3, "updates times micro-batches, and those of the start"
+    for one in found:
+        times, units = one["x"]["reduced"]
+        assert times == 2 * units > 0, "once in an update, and not for each micro-batch"
 
 
 @pytest.mark.dist

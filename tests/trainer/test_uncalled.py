@@ -21,11 +21,11 @@ from windlass.trainer.uncalled import CALLED_AROUND
 class Around(Trainer):
     """Sets an argument before training, and notes what it got and what came back."""
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.notes = [args, kwargs]
+    def _inner_training_loop(self, **kwargs: Any) -> Any:
+        self.notes = [kwargs]
         self.args.max_steps = 5
         try:
-            result = super()._inner_training_loop(*args, **kwargs)
+            result = super()._inner_training_loop(**kwargs)
         finally:
             self.notes.append(self.state.global_step)
         return result
@@ -35,8 +35,9 @@ def test_an_override_around_the_loop_trains_with_what_it_sets(tmp_path: Path) ->
     around = Around(Net(), arguments(tmp_path / "around", max_steps=3), train_dataset=rows(8))
     plain = Trainer(Net(), arguments(tmp_path / "plain", max_steps=5), train_dataset=rows(8))
     assert around.train(ignore_keys_for_eval=["x"]).global_step == plain.train().global_step == 5
-    assert around.notes[0] == (around.args.train_batch_size, around.args, None, None, ["x"])
-    assert around.notes[2] == 5
+    got, step = around.notes
+    assert list(got.values()) == [around.args.train_batch_size, around.args, None, None, ["x"]]
+    assert step == 5
     assert weights_hash(around.model) == weights_hash(plain.model)
     assert not around.is_in_train
 
@@ -48,7 +49,7 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Path) -> None
     saved = str(tmp_path / "whole" / "checkpoint-2")
     resumed = Around(Net(), arguments(tmp_path / "resumed", **options), train_dataset=rows(8))
     assert resumed.train(resume_from_checkpoint=saved).global_step == 5
-    assert resumed.notes[0][2] == saved
+    assert resumed.notes[0]["resume_from_checkpoint"] == saved
     assert weights_hash(resumed.model) == weights_hash(whole.model)
 
 

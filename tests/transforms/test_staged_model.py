@@ -36,6 +36,46 @@ def test_a_training_step_calls_the_model_once() -> None:
     torch.testing.assert_close(stages.run(1, 0, sent, lambda: model(ids)), expected)
 
 
+def test_layers_draw_by_their_stage_and_micro_batch_and_a_training_step_by_its_micro_batch() -> None:
+    model, ids = Decoder(2).eval(), torch.arange(5)[None]
+    stages, _ = staged(model, [0, 0])
+    drawn: dict[tuple[str, int, int], float] = {}
+    further = 0  # numbers that each layer draws besides
+
+    def compute(stage: int, index: int, received: Tensor | None) -> Tensor:
+        def draw(when: str, count: int = 1) -> None:
+            drawn[when, stage, index] = float(torch.rand(count)[0])
+
+        def step() -> Tensor:
+            draw("before")
+            result: Tensor = model(ids)
+            draw("after")
+            return result
+
+        hook = model.layers[stage].register_forward_pre_hook(lambda *_: draw("layer", further))
+        try:
+            return stages.run(stage, index, received, step)
+        finally:
+            hook.remove()
+
+    def update(*order: int) -> dict[tuple[str, int, int], float]:
+        nonlocal further
+        further += 1
+        torch.manual_seed(3)
+        drawn.clear()
+        stages.randomness.begin()
+        for index in order:
+            compute(1, index, compute(0, index, None))
+        return dict(drawn)
+
+    found = update(0, 1)
+    assert found == update(1, 0), "whatever ran before, and however much it drew"
+    for index in (0, 1):
+        # What the step draws for its rows is the same wherever it draws it.
+        assert found.pop(("before", 1, index)) == found["before", 0, index]
+    assert len(found) == len(set(found.values())) == 8
+
+
 def test_a_weight_of_three_ranks_is_refused() -> None:
     model = Decoder(3)
     for layer in model.layers[1:]:

@@ -16,6 +16,15 @@ from windlass.core.errors import ConfigError, Problem
 LAUNCH_VARIABLE = "WINDLASS_LAUNCH_COMMAND"
 # In the order of the fields of `World`, with what counts if a launcher sets the first two alone.
 _VARIABLES = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+# The number of processes of a machine, as torchrun, DeepSpeed's launcher, and mpirun of three MPIs set it.
+_SIZES_HERE = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _PORTS = 65536
 
@@ -64,7 +73,9 @@ def world_from_environment() -> World:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return World()
     values = []
-    for name, default in _VARIABLES.items():
+    size_here = next((name for name in _SIZES_HERE if name in env), _SIZES_HERE[0])
+    for variable, default in _VARIABLES.items():
+        name = size_here if variable == _SIZES_HERE[0] else variable
         text = env.get(name, default)
         try:
             values.append(int(text))
@@ -72,15 +83,15 @@ def world_from_environment() -> World:
             fix = "must be a whole number; start the script with torchrun, which sets it"
             raise ConfigError(Problem(name, text, fix)) from None
     world = World(*values)
-    if "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" not in env:
-        world = _sized_by_slurm(world)
+    if "LOCAL_RANK" in env and size_here not in env:
+        world = _sized_by_slurm(world) or _sized_by_address(world)
     size = f"WORLD_SIZE={world.size}"
-    here = f"LOCAL_WORLD_SIZE={world.local_size}, the processes of this machine"
-    if "LOCAL_WORLD_SIZE" not in env:
+    here = f"{size_here}={world.local_size}, the processes of this machine"
+    if size_here not in env:
         here += " (1 if it is not set: set it, as torchrun does)"
     for name, value, first, last, total in (
         ("RANK", world.rank, 0, world.size - 1, size),
-        ("LOCAL_WORLD_SIZE", world.local_size, 1, world.size, size),
+        (size_here, world.local_size, 1, world.size, size),
         ("LOCAL_RANK", world.local_rank, 0, world.local_size - 1, here),
     ):
         if not first <= value <= last:
@@ -88,8 +99,8 @@ def world_from_environment() -> World:
     return world
 
 
-def _sized_by_slurm(world: World) -> World:
-    """`world` with the number of tasks that Slurm has started on this machine, if the job is that of its tasks.
+def _sized_by_slurm(world: World) -> World | None:
+    """`world` with the number of tasks that Slurm has started on this machine; None if the job is not of its tasks.
 
     Every process of a job decides alike whether Slurm counts: by how many tasks there are, not by its own place.
 
@@ -102,8 +113,8 @@ def _sized_by_slurm(world: World) -> World:
     counts = [
         int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))
     ]
-    if sum(counts) != world.size or not node.isdecimal():
-        return world
+    if sum(counts) != world.size or not node.isdecimal() or int(node) >= len(counts):
+        return None
     first, here = sum(counts[: int(node)]), counts[int(node)]
     if world.machine != first or world.local_rank >= here:
         fix = (
@@ -113,6 +124,22 @@ def _sized_by_slurm(world: World) -> World:
         )
         raise ConfigError(Problem("LOCAL_RANK", world.local_rank, fix))
     return replace(world, local_size=here)
+
+
+def _sized_by_address(world: World) -> World:
+    """`world` on one machine, if its processes meet where only those of one machine can.
+
+    Raises:
+        ConfigError: they do, and the local rank is not the rank.
+    """
+    address = os.environ.get("MASTER_ADDR", "")
+    if address not in _LOOPBACK:
+        return world
+    if world.local_rank != world.rank:
+        fix = f"must be the same as RANK={world.rank}, because at MASTER_ADDR={address} only processes of one machine "
+        fix += "meet; or set LOCAL_WORLD_SIZE too, as torchrun does"
+        raise ConfigError(Problem("LOCAL_RANK", world.local_rank, fix))
+    return replace(world, local_size=world.size)
 
 
 def check_alone() -> None:

@@ -27,7 +27,7 @@ from windlass.core.threads import wait_for_foreign_threads
 from windlass.core.world import World, check_alone, meeting_place, world_from_environment
 from windlass.dist.beacon import MEETING, beacon, waiting
 from windlass.dist.ending import ends_in_error, keep_groups_open, prepare_end
-from windlass.dist.listening import is_loopback, keep_gloo_on_loopback, open_store
+from windlass.dist.listening import check_gloo_devices, is_loopback, keep_gloo_on_loopback, open_store
 from windlass.dist.process_groups import ProcessGroups
 from windlass.dist.same_call import in_same_call
 from windlass.dist.sums import DoneSum, Pending, SumUnderWay
@@ -336,6 +336,7 @@ def join(
         return Gang(world)
     if _joined is None or not dist.is_initialized():
         timeout = timedelta(seconds=timeout_seconds)
+        check_gloo_devices()
         if not dist.is_initialized():
             if world.local_size == world.size and is_loopback(os.environ.get("MASTER_ADDR", "")):
                 keep_gloo_on_loopback()

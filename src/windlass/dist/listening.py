@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from windlass.core.errors import ConfigError, Problem
 from windlass.dist.variables import environment_of
 
 LOOPBACK = "127.0.0.1"
@@ -110,6 +111,15 @@ def keep_gloo_on_loopback() -> None:
     name = loopback_interface()
     if name is not None:
         os.environ.setdefault(GLOO_VARIABLE, name)
+
+
+def check_gloo_devices() -> None:
+    """Raise ConfigError if the user has chosen network devices for gloo that this machine does not have."""
+    chosen, there = os.environ.get(GLOO_VARIABLE, ""), [name for _, name in socket.if_nameindex()]
+    missing = [name for name in chosen.split(",") if name and name not in there]
+    if missing:
+        fix = f"this machine has no {', '.join(missing)}; it has {', '.join(there)}: name one of them, or unset it"
+        raise ConfigError(Problem(GLOO_VARIABLE, chosen, fix))
 
 
 @contextlib.contextmanager

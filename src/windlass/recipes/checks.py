@@ -16,7 +16,7 @@ from windlass.config.values import members, type_fault
 from windlass.core.errors import ConfigError, Problem, did_you_mean, nearest
 from windlass.core.locations import is_folder_name, is_url
 from windlass.core.optional import is_available
-from windlass.recipes.modelling import base_config, config_of
+from windlass.recipes.modelling import base_config, config_of, writing_fault
 from windlass.recipes.recipe_draft import RecipeDraft
 from windlass.recipes.schema import (
     BUILT_IN,
@@ -202,9 +202,9 @@ def handed_on_faults(recipe: Recipe) -> Iterator[Conflict]:
         yield from _adapter_faults(recipe.adapter)
     if is_available("transformers"):
         if recipe.model.config and recipe.model.name is None:
-            yield from _config_faults("model.config", recipe.model.config)
+            yield from _config_faults("model.config", recipe.model.config, TASKS[recipe.task].writes)
         if recipe.base is not None and recipe.model.name is None:
-            yield from _config_faults("base.config", base_config(recipe.base.config))
+            yield from _config_faults("base.config", base_config(recipe.base.config), writes=True)
 
 
 def _adapter_faults(values: Mapping[str, Any]) -> Iterator[Conflict]:
@@ -277,11 +277,13 @@ def _is_numbered_word(value: Any, hint: Any) -> bool:
     return isinstance(value, str) and any(value.removeprefix(stem).isdecimal() for stem in stems)
 
 
-def _config_faults(where: str, values: Mapping[str, Any]) -> Iterator[Conflict]:
+def _config_faults(where: str, values: Mapping[str, Any], writes: bool) -> Iterator[Conflict]:
     if not isinstance(values.get("model_type"), str):
         return  # reported as such by the task
     try:
-        config_of(dict(values), {}, where)
+        config = config_of(dict(values), {}, where)
+        if writes and (fault := writing_fault(config)):
+            yield f"{where}.model_type", values["model_type"], fault
     except ConfigError as error:
         # How sizes fit together is checked when the model is built: some follow from the data.
         if type(error.__cause__).__name__ == "StrictDataclassClassValidationError":

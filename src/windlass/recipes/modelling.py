@@ -112,9 +112,30 @@ def check_model_type(spec: ModelSpec) -> None:
 
 def model_type_of(name: str) -> str:
     """Return the type in the config of a named model. Raises ModelError if it cannot be read."""
+    return str(config_of_named(name).model_type)
+
+
+def config_of_named(name: str) -> Any:
+    """Return the config of a named model. Raises ModelError if it cannot be read."""
     transformers = require("transformers", "run a recipe")
     with loading("config of the model", name), looking_for(name):
-        return str(transformers.AutoConfig.from_pretrained(name).model_type)
+        return transformers.AutoConfig.from_pretrained(name)
+
+
+def writing_fault(config: Any) -> str | None:
+    """Why a model with `config` cannot learn to write the next token of a text; None if it can."""
+    transformers = require("transformers", "run a recipe")
+    writers = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not any(type(config) in mapping for mapping in writers):
+        return "transformers has no model of this type that writes text from left to right; choose another type or task"
+    encodes = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    # transformers warns, and trains it: what is to be predicted is among what is read.
+    if encodes and getattr(config, "is_decoder", None) is False:
+        return (
+            "is an encoder, whose tokens see those after them, so that it cannot learn to predict the next one: set "
+            "task: masked-lm, or is_decoder: true in its config"
+        )
+    return None
 
 
 def _head(labels: Sequence[str]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class Task(ABC):
     rows_at_hand: ClassVar[Mapping[str, str]] = {"train": str(ROWS)}
     new_model: ClassVar[str] = "model"  # section whose `config` describes new weights
     reads_text: ClassVar[bool] = True  # samples are made by a tokenizer
+    writes: ClassVar[bool] = False  # the model learns to write text, each token after those before it
     provable: ClassVar[bool] = False  # `windlass prove` compares its layouts with one process
 
     # --- the recipe -----------------------------------------------------------------------------------------------

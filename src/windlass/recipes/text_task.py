@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from windlass.config.arguments import TrainingArguments
-from windlass.recipes.modelling import TextShape, build_model
+from windlass.core.errors import ConfigError, Problem
+from windlass.recipes.modelling import TextShape, build_model, config_of_named, writing_fault
 from windlass.recipes.readers import Record, read_records, texts
 from windlass.recipes.schema import PLAIN_TEXT, DataSpec, Recipe, RecipeParts
 from windlass.recipes.task import Task
@@ -51,6 +52,9 @@ class TextTask(Task):
     ) -> RecipeParts:
         from windlass.recipes.splits import load_records
 
+        name = recipe.model.name  # a config of the recipe's own was checked when it was read
+        if self.writes and name is not None and (fault := writing_fault(config_of_named(name))):
+            raise ConfigError(Problem("model.name", name, fault))
         data = recipe.data
         train, held = load_records(data, args.seed, cut_texts=PLAIN_TEXT[0] in self.own_formats)
         text = [text for column in self.text_columns(data) for text in texts(train, column)]

@@ -451,8 +451,13 @@ class Trainer:
         if self._made_scheduler:  # for the length of an earlier run
             self.lr_scheduler, self._made_scheduler = None, False
         loop = hooks.around(self, Trainer, "_inner_training_loop")
+        # By name, as transformers calls it: overrides may take keywords alone.
         trained: TrainOutput = loop(
-            self.args.train_batch_size, self.args, resume, trial, ignore_keys_for_eval
+            batch_size=self.args.train_batch_size,
+            args=self.args,
+            resume_from_checkpoint=resume,
+            trial=trial,
+            ignore_keys_for_eval=ignore_keys_for_eval,
         )
         return trained
 
@@ -1280,9 +1285,9 @@ class Trainer:
 
     # For scripts that add to it: a run sums the losses of its reports itself.
     _total_loss_scalar = 0.0
-    due_work: Callable[[], None] | None = (
-        None  # within an override of `_maybe_log_save_evaluate` during a run
-    )
+    # Set while a run calls the script's `_maybe_log_save_evaluate`, and its `_clip_grad_norm`.
+    due_work: Callable[[], None] | None = None
+    clip_gradients: Callable[[], Tensor] | None = None
 
     def _maybe_log_save_evaluate(
         self,
@@ -1325,8 +1330,6 @@ class Trainer:
             skip_scheduler: before the first update.
         """
         return self.evaluate(ignore_keys=ignore_keys_for_eval)
-
-    clip_gradients: Callable[[], Tensor] | None = None  # within an override of `_clip_grad_norm` during a run
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients of an update by `max_grad_norm`; for overrides, which a run calls after the last backward

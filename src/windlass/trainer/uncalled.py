@@ -12,9 +12,9 @@ _CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
 # Of a Trainer and of its Accelerator: a run calls them where each gradient is whole on a process.
 CLIP, CLIP_OF_ACCELERATOR = "_clip_grad_norm", "clip_grad_norm_"
 CLIP_ELSEWHERE = (
-    "it is called where gradients are whole on each process: on one, or under data parallelism, without "
+    "it is called where gradients are whole on each process: on one, or under data parallelism, without DeepSpeed or "
+    f"updates in the backward. Leave it out: {_CLIPPING}"
 )
-CLIP_ELSEWHERE += f"DeepSpeed or updates in the backward. Leave it out: {_CLIPPING}"
 # Of a Trainer: a run calls an override that calls the inherited method, as `super()` does, and no copy of another loop.
 CALLED_AROUND = {
     "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback, or call "

@@ -30,6 +30,7 @@ class CausalLM(BlockTask):
     own_keys = ("data.block_size", "sample")
     model_class = "AutoModelForCausalLM"
     tokenizer_kind = WRITER
+    writes = True
     provable = True
     marked_tokens = "tokens have a label: each is predicted from those before it"
 
