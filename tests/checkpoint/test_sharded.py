@@ -17,14 +17,15 @@ from windlass.checkpoint.content import Content
 from windlass.checkpoint.export import ExportOptions, export_file
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
-from windlass.checkpoint.sharded import RankParts, load_parts, open_parts, rank_file
+from windlass.checkpoint.sharded import RankParts, load_parts, open_parts, parts_of_rank, rank_file
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.tensor_file import write_tensors
 from windlass.checkpoint.weights import load_weights
 from windlass.core.errors import CheckpointError
 from windlass.core.world import World
-from windlass.dist.sharded import Part
+from windlass.dist.gang import Gang
+from windlass.dist.sharded import Held, Part
 
 ROWS = torch.arange(15.0).reshape(5, 3)
 
@@ -108,6 +109,22 @@ def test_plain_tensors_are_written_by_the_main_process(tmp_path: Path) -> None:
     load_weights(tmp_path / "merged.safetensors", other)
     with pytest.raises(CheckpointError, match="missing in the file"):
         load_parts(tmp_path, nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (900, 1)])
+def test_what_two_ranks_hold_is_written_once_and_by_both_of_them(sizes: tuple[int, int]) -> None:
+    """Each rank finds out by itself which it writes, though values of a module may differ in size between them."""
+    blocks = [(Part((0,), (4,)), (0, 1))]
+    written = []
+    for rank, size in enumerate(sizes):
+        state = {name: Held(torch.zeros(4), torch.arange(4.0), blocks) for name in ("one", "other")}
+        values = {"norm._extra_state": torch.zeros(size)}
+        gang = Gang(World(rank, 2))
+        written.append(set(parts_of_rank("model", {**values, **state}, gang).tensors))
+    assert written[0] == {"norm._extra_state", *written[0] & {"one", "other"}}
+    assert len(written[1]) == 1
+    assert written[0].isdisjoint(written[1])
+    assert written[0] | written[1] == {"norm._extra_state", "one", "other"}
 
 
 def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load
 from tests.hub.server import READER, TOKEN, Fault, Hub
+from tests.said import listening
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from windlass.checkpoint.stored import open_folder, open_weights
 from windlass.cli.checkpoint import checkpoint_command
 from windlass.core.errors import ConfigError
@@ -72,6 +75,23 @@ def test_all_checkpoints(publish: Any) -> None:
 def test_nothing_before_the_end(publish: Any, hub: Hub) -> None:
     assert publish("end", "checkpoint-1") == {}
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_a_checkpoint_on_several_disks_is_not_uploaded_in_part(
+    strategy: str, hub: Hub, token: str, run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-1"
+    shutil.copytree(run / folder.name, folder)
+    info = read_manifest(folder, Files())
+    manifest = manifest_bytes(info.step, 2, info.files, {}, info.serial, node=0, nodes=2)
+    (folder / MANIFEST_NAME).write_bytes(manifest)
+    publisher = Publisher(HubSettings("run", token, strategy=strategy), tmp_path)
+    with listening() as said:
+        publisher.saved(folder)
+        assert publisher.finish()
+    assert any("several disks are not uploaded during the run" in line for line in said)
+    assert hub.files("someone/run") == {}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ def gradients(shape: tuple[int, int], count: int = 4) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 
-def updated(shape: tuple[int, int], grads: list[Tensor], **options: Any) -> Tensor:
-    weight = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+def updated(shape: tuple[int, int], grads: list[Tensor], start: float = 0.0, **options: Any) -> Tensor:
+    weight = nn.Parameter(torch.full(shape, start, dtype=torch.float64))
     optimizer = ApolloAdamW([{"params": [weight], "projected": True}], lr=0.1, **options)
     for grad in grads:
         weight.grad = grad.clone()
@@ -54,6 +54,12 @@ def test_it_is_the_algorithm_of_the_paper(shape: tuple[int, int], scale_type: st
         shape, gradients(shape), rank=rank, update_proj_gap=gap, scale=scale, scale_type=scale_type
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+def test_weight_decay_is_decoupled_and_times_the_learning_rate() -> None:
+    grads = gradients((4, 6), 1)
+    moved, decayed = (updated((4, 6), grads, 2.0, rank=2, weight_decay=decay) for decay in (0.0, 0.3))
+    torch.testing.assert_close(decayed, moved - 0.1 * 0.3 * 2.0, rtol=0, atol=1e-14)
 
 
 def test_with_singular_vectors_the_state_has_them() -> None:

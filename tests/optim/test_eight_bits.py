@@ -19,6 +19,12 @@ def test_there_are_256_levels_with_zero_and_the_largest(signed: bool) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
+def test_the_levels_are_those_of_bitsandbytes(signed: bool) -> None:
+    library = pytest.importorskip("bitsandbytes.functional")
+    torch.testing.assert_close(levels(signed), library.create_dynamic_map(signed, 7, 8), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("shape", [(5, 100), (BLOCK,), (3,)])
 def test_the_nearest_level_of_the_block_is_taken(signed: bool, shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
