@@ -225,6 +225,25 @@ def test_the_first_save_is_ours_and_is_continued(tmp_path: Path, caplog: pytest.
     assert (tmp_path / "run" / "checkpoint-5" / "optimizer.pt").exists(), "what is not ours is not removed"
 
 
+@pytest.mark.parametrize("restore", [False, True])
+def test_theirs_goes_on_from_the_state_of_ours(tmp_path: Path, restore: bool) -> None:
+    """Its first save looks for the flags of the control in the state that it has read."""
+    mine = ours(tmp_path / "ours", bert(), token_rows(8), None, max_steps=2)
+    start = tmp_path / "ours" / "checkpoint-2"
+    changes = {"max_steps": 3, "restore_callback_states_from_checkpoint": restore}
+    arguments = transformers.TrainingArguments(**options(tmp_path / "theirs", **changes))
+    trainer = InOrder(model=bert(), args=arguments, train_dataset=token_rows(8))
+    trainer.train(resume_from_checkpoint=str(start))
+    assert trainer.state.global_step == 3
+    assert [row for row in trainer.state.log_history if row["step"] < 3 and "loss" in row] == [
+        row for row in mine.state.log_history if "loss" in row
+    ]
+    back = ours(
+        tmp_path / "back", bert(), token_rows(8), str(tmp_path / "theirs" / "checkpoint-3"), max_steps=4
+    )
+    assert back.state.global_step == 4
+
+
 def test_a_damaged_checkpoint_of_ours_is_no_reason_to_take_theirs(tmp_path: Path) -> None:
     theirs(tmp_path / "run", bert(), token_rows(8))
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")

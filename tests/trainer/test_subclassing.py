@@ -107,13 +107,27 @@ def test_the_accelerator_of_a_trainer_is_its_own(tmp_path: Path) -> None:
         def create_accelerator_and_postprocess(self) -> None:
             self._build_accelerator_args(fsdp_plugin=None)
 
+    class ReadingArguments(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            self.args.fsdp_plugin_args  # noqa: B018
+
     args = arguments(tmp_path, max_steps=1)
     for kind, message in (
         (Making, "trainer.accelerator='Accelerator': "),
         (Reading, "'_build_accelerator_args'; "),
+        (ReadingArguments, "'fsdp_plugin_args'.*; "),
     ):
         with pytest.raises(WindlassError, match=rf"{message}the Trainer makes its accelerator itself"):
             kind(Net(), args)
+
+
+def test_a_fault_of_the_scripts_own_there_is_reported_as_it_is(tmp_path: Path) -> None:
+    class Noting(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            self.note = re.match("a", "b").group()  # type: ignore[union-attr]
+
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'group'"):
+        Noting(Net(), arguments(tmp_path, max_steps=1))
 
 
 def test_a_second_call_for_the_accelerator_keeps_it(tmp_path: Path) -> None:

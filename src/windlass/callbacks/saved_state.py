@@ -10,8 +10,8 @@ from windlass.core.types import State
 
 logger = get_logger(__name__)
 
-# Stored with the callbacks in checkpoints of transformers.
-_NOT_A_CALLBACK = "TrainerControl"
+# Stored with the callbacks, as in checkpoints of transformers, and not restored: a run begins with flags of its own.
+CONTROL_ENTRY = "TrainerControl"
 
 
 def export_states(callbacks: Iterable[Any]) -> State:
@@ -45,7 +45,7 @@ def import_states(callbacks: Iterable[Any], stored: Mapping[str, Any], *, restor
     saved = {
         name: states if isinstance(states, (list, tuple)) else [states]
         for name, states in stored.items()
-        if name != _NOT_A_CALLBACK
+        if name != CONTROL_ENTRY
     }
     for name, states in saved.items():
         for callback, state in zip(present.get(name, []), states, strict=False):

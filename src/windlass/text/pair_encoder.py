@@ -184,7 +184,8 @@ class PairEncoder(RowEncoder):
         if len(answers) > 1 and answers[0] == answers[1]:
             raise RowError(
                 number,
-                f"{self._columns[0]} and {self._columns[1]} are equal, so the row states no preference; remove it",
+                f"{CHOSEN} and {REJECTED} are equal, so the row states no preference; remove such rows, as by "
+                f"dataset.filter(lambda row: row[{CHOSEN!r}] != row[{REJECTED!r}])",
             )
         prompt, answers = split_prompt(row, answers, number, self._has_prompts)
         extras = {name: row[name] for name in EXTRAS if row.get(name)}

@@ -16,7 +16,7 @@ from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.samples_log import Samples, SamplesLog
-from windlass.callbacks.saved_state import export_states, import_states
+from windlass.callbacks.saved_state import CONTROL_ENTRY, export_states, import_states
 from windlass.callbacks.weight_averaging import SWACallback
 from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError, Problem
@@ -151,7 +151,12 @@ class Events(RunProgress):
 
     def saved_state(self) -> dict[str, Any]:
         """The fields of the state, with the states of callbacks. The history is the live list."""
-        self.state.stateful_callbacks = self.handler.state_dict()
+        # transformers, where it continues the run, looks for the flags at its first save.
+        flags = {
+            "args": {name: bool(getattr(self.control, name)) for name in CONTROL_FLAGS},
+            "attributes": {},
+        }
+        self.state.stateful_callbacks = {**self.handler.state_dict(), CONTROL_ENTRY: flags}
         return {item.name: getattr(self.state, item.name) for item in dataclasses.fields(self.state)}
 
     def restore_callbacks(self, restore_args: bool) -> None:

@@ -219,8 +219,10 @@ class Trainer:
         self._engine, self._accelerator = services.open_accelerator(self._session, self._plans)
         try:
             self.create_accelerator_and_postprocess()
-        # A copy of transformers' method reads what only its own classes have.
+        # A copy of transformers' method reads what only its own classes have, of the trainer or what it holds.
         except AttributeError as error:
+            if error.obj is not self and not type(error.obj).__module__.startswith("windlass."):
+                raise
             what = f"{type(self).__name__}.create_accelerator_and_postprocess"
             raise ModelError(f"{what}: {error}; {defaults.OWN_ACCELERATOR}") from error
 

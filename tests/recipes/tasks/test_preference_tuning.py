@@ -88,7 +88,11 @@ def test_what_a_pipeline_cannot_compute_is_refused_before_a_base_is_trained(
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("dpo", {"rejected": None}, "column 'rejected' is missing or null"),
-    ("reward", {"rejected": "one", "chosen": "one"}, "are equal, so the row states no preference"),
+    (
+        "reward",
+        {"rejected": "one", "chosen": "one"},
+        "are equal, so the row states no preference; remove such rows, as by dataset.filter(",
+    ),
     (
         "kto",
         {"prompt": [{"role": "user", "content": "one"}]},
