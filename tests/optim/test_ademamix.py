@@ -51,3 +51,8 @@ def test_its_options_come_from_optim_args_and_else_from_adams() -> None:
     assert kwargs == {
         "lr": 5e-5, "betas": (0.9, 0.999, 0.999), "alpha": 5.0, "eps": 1e-8, "t_alpha": 100
     }  # fmt: skip
+
+
+def test_a_beta1_of_0_is_allowed_where_no_half_life_rises_from_it() -> None:
+    _, options = ademamix(OptimizerPlan("ademamix", betas=(0.0, 0.99)))
+    assert options["betas"] == (0.0, 0.99, 0.9999)

@@ -18,10 +18,10 @@ from windlass.checkpoint.run_lock import RunLock
 from windlass.core.errors import ConfigError, DataError, MissingDependencyError, ModelError
 from windlass.core.optional import is_available
 from windlass.search.optuna_sampler import OptunaSampler
-from windlass.search.search import LOCK_NAME, ChosenTrial, arguments_of
+from windlass.search.search import LOCK_NAME, ChosenTrial, arguments_of, draw_trials
 from windlass.search.search_settings import sweep_space
 from windlass.search.space import Float
-from windlass.search.study import FILE_NAME, Record
+from windlass.search.study import FILE_NAME, Record, Study
 from windlass.trainer_utils import BestRun
 
 SCRIPT = Path(__file__).with_name("searches.py")
@@ -105,6 +105,22 @@ def test_the_best_and_its_run(tmp_path: Path) -> None:
     assert trainer.state.trial_params == trials[-1]["params"]
     picture = ElementTree.parse(tmp_path / "search.svg")
     assert len(picture.findall(".//{*}circle")) == 2 * len(trials)
+
+
+def test_the_picture_has_each_trial_at_its_value_and_objective(tmp_path: Path) -> None:
+    study = Study(tmp_path, ["minimize"], "random", {})
+    points = [(1.0, 0.5), (2.0, 0.1), (5.0, 0.9)]
+    study.trials = [
+        Record(number, f"run-{number}", {"lr": value}, "complete", [objective])
+        for number, (value, objective) in enumerate(points)
+    ]
+    circles = ElementTree.fromstring(draw_trials(study) or "").findall("{*}circle")
+    # From 30 to 270 across, and the objective from 200 up to 30.
+    places = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in circles]
+    assert places == [(30.0, 115.0), (90.0, 200.0), (270.0, 30.0)]
+    others, best = {circles[0].attrib["fill"], circles[2].attrib["fill"]}, circles[1].attrib["fill"]
+    assert len(others) == 1
+    assert best not in others
 
 
 def test_a_picture_that_cannot_be_written_does_not_fail_the_search(

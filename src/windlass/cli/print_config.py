@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from windlass.cli.recipe_schema import EDITOR_LINE
@@ -43,47 +43,35 @@ def render_config(recipe: Recipe, *, everything: bool = False) -> str:
     """
     what = "The complete recipe, defaults included" if everything else _USUAL
     known = {argument.keys: argument for argument in all_arguments(recipe.task)}
-    page = _Page(recipe.task, known, everything)
-    lines = [
-        EDITOR_LINE + _HEAD.format(what=what),
-        *page.section((), recipe),
-        "\ntraining:",
-        *page.training(recipe),
-    ]
-    return "\n".join(lines) + "\n"
 
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    task: str
-    known: dict[Keys, Argument]
-    everything: bool
-
-    def section(self, path: Keys, values: Any) -> Iterator[str]:
+    def section(path: Keys, values: Any) -> Iterator[str]:
         """Yield the lines on the keys of a section, without `training`."""
         for item in fields(values):
             keys, value = (*path, item.name), getattr(values, item.name)
             if is_dataclass(value):
-                if lines := list(self.section(keys, value)):
+                if lines := list(section(keys, value)):
                     yield f"{_indent(keys) or chr(10)}{item.name}:"
                     yield from lines
-            elif keys in self.known:
-                argument = self.known[keys]
-                is_read = not argument.readers or self.task in argument.readers
-                is_usual = is_read and (self.everything or argument.default is not None)
+            elif keys in known:
+                argument = known[keys]
+                is_read = not argument.readers or recipe.task in argument.readers
+                is_usual = is_read and (everything or argument.default is not None)
                 if is_usual or value != argument.default:
                     yield from _entry(argument, value)
 
-    def training(self, recipe: Recipe) -> Iterator[str]:
+    def training() -> Iterator[str]:
         """Yield the lines on the arguments. What was derived from others has its default, so that it still is."""
         for name, value, is_default in describe(training_arguments(recipe.training, recipe.task)):
-            argument = self.known.get(("training", name))
+            argument = known.get(("training", name))
             if argument is None or is_secret_name(name) or name in TWINS:
                 continue
             rules = rules_in(argument.field)
             has_effect = not (rules.mapped or rules.refused)
-            if not is_default or name in _OFTEN_SET or (self.everything and has_effect):
+            if not is_default or name in _OFTEN_SET or (everything and has_effect):
                 yield from _entry(argument, argument.default if is_default else value)
+
+    lines = [EDITOR_LINE + _HEAD.format(what=what), *section((), recipe), "\ntraining:", *training()]
+    return "\n".join(lines) + "\n"
 
 
 def _entry(argument: Argument, value: Any) -> Iterator[str]:

@@ -83,10 +83,8 @@ def numpy_pad_and_concatenate(array1: Array, array2: Array, padding_index: int =
     if array1.ndim == 1 or array1.shape[1] == array2.shape[1]:
         return np.concatenate((array1, array2))
     width = max(array1.shape[1], array2.shape[1])
-    joined = np.full_like(array1, padding_index, shape=(len(array1) + len(array2), width, *array1.shape[2:]))
-    joined[: len(array1), : array1.shape[1]] = array1
-    joined[len(array1) :, : array2.shape[1]] = array2
-    return joined
+    rows = (array1, array2.astype(array1.dtype))
+    return np.concatenate([expand_like(array, width, padding_index) for array in rows])
 
 
 def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = PADDING) -> Any:

@@ -32,19 +32,21 @@ class _TrackerCallback(TrackingCallback, metaclass=_OneTracker):
     def __init__(self, tracker: GeneralTracker | None = None) -> None:
         super().__init__(tracker or self.name)
 
-    def _of_run(self) -> Any:
-        """The object of the tracker's own package for the open run; None if there is no open run."""
-        return next((getattr(tracker, "tracker", None) for tracker in self.trackers), None)
-
-    def _package(self) -> Any:
-        kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
-        return kind(None).package
-
     # `_initialized`, and names like it below, are what subclasses of scripts read.
 
     @property
     def _initialized(self) -> bool:
         return bool(self.trackers)
+
+
+def _run_of(callback: _TrackerCallback) -> Any:
+    """The object of the tracker's own package for the open run; None if there is no open run."""
+    return next((getattr(tracker, "tracker", None) for tracker in callback.trackers), None)
+
+
+def _package_of(callback: _TrackerCallback) -> Any:
+    kind: Any = LOGGER_TYPE_TO_CLASS[callback.name]
+    return kind(None).package
 
 
 class ClearMLCallback(_TrackerCallback):
@@ -58,9 +60,7 @@ class CometCallback(_TrackerCallback):
 
     name = "comet_ml"
 
-    @property
-    def _experiment(self) -> Any:
-        return self._of_run()
+    _experiment = property(_run_of)
 
 
 class DVCLiveCallback(_TrackerCallback):
@@ -68,10 +68,7 @@ class DVCLiveCallback(_TrackerCallback):
 
     name = "dvclive"
 
-    @property
-    def live(self) -> Any:
-        """The `dvclive.Live` of the open run, or None."""
-        return self._of_run()
+    live = property(_run_of, doc="The `dvclive.Live` of the open run, or None.")
 
 
 class MLflowCallback(_TrackerCallback):
@@ -79,9 +76,7 @@ class MLflowCallback(_TrackerCallback):
 
     name = "mlflow"
 
-    @property
-    def _ml_flow(self) -> Any:
-        return self._package()
+    _ml_flow = property(_package_of)
 
 
 class SwanLabCallback(_TrackerCallback):
@@ -106,7 +101,7 @@ class TensorBoardCallback(_TrackerCallback):
     @property
     def tb_writer(self) -> Any:
         """The `SummaryWriter` of the open run, or None: scripts add images and texts to it."""
-        return self._of_run()
+        return _run_of(self)
 
 
 class TrackioCallback(_TrackerCallback):
@@ -120,9 +115,7 @@ class WandbCallback(_TrackerCallback):
 
     name = "wandb"
 
-    @property
-    def _wandb(self) -> Any:
-        return self._package()
+    _wandb = property(_package_of)
 
 
 INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {

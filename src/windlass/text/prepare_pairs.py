@@ -85,28 +85,38 @@ def within(
     Raises:
         DataError: no row is left; or one is too long, and `truncation_mode` is "error".
     """
-    most = options.max_length
-    lengths = rows.lengths
-    longest = lengths[:, 0] + lengths[:, 1:].max(axis=1)
-    if most is None:
-        return rows, rows.summary(options, 0)
-    if options.truncation_mode == "error" and (longest > most).any():
-        at = int(np.flatnonzero(longest > most)[0])
-        raise RowError(int(rows.kept[at]), _too_long(int(longest[at]), most)).located(dataset)
-    if options.truncation_mode == "keep_end":
-        return rows, rows.summary(options, 0)
-    # A prompt that fills the length leaves no token of the answer, and the loss of such a row has nothing to compare.
-    fits = longest <= most if whole_sequences else lengths[:, 0] < most
+    try:
+        fits = _fitting(rows.lengths, rows.kept, options, whole_sequences)
+    except RowError as error:
+        raise error.located(dataset) from None
     lost = rows.kept[~fits]
     if not len(lost):
         return rows, rows.summary(options, 0)
     shown = shown_places(dataset, lost.tolist(), len(lost))
-    message = f"of the {name} dataset have {_what(whole_sequences)} max_length={most}: {shown}"
+    message = f"of the {name} dataset have {_what(whole_sequences)} max_length={options.max_length}: {shown}"
     if not fits.any():
         raise DataError(f"all {len(lost)} rows {message}. Raise max_length, or shorten the prompts")
     _logger.warning("dropped %d of %d rows: they %s", len(lost), len(fits), message.partition(" dataset ")[2])
     kept = rows.select(np.flatnonzero(fits))
     return kept, kept.summary(options, len(lost))
+
+
+def _fitting(lengths: Any, numbers: Any, options: PairOptions, whole: bool) -> Any:
+    """Which rows have something to learn within `max_length`, by the tokens of their prompts and answers. Raises
+    RowError, with one of `numbers`, for a row that is too long and may not be cut. `whole`: nothing is cut.
+    """
+    most, longest = options.max_length, lengths[:, 0] + lengths[:, 1:].max(axis=1)
+    if most is None or options.truncation_mode == "keep_end":
+        return np.ones(len(lengths), dtype=bool)
+    if options.truncation_mode == "error" and (longest > most).any():
+        at = int(np.flatnonzero(longest > most)[0])
+        raise RowError(
+            int(numbers[at]),
+            f"a prompt with an answer has {longest[at]} tokens, more than max_length={most}, and truncation_mode is "
+            '"error". Raise max_length, or set truncation_mode to "keep_start".',
+        )
+    # A prompt that fills the length leaves no token of the answer, and the loss of such a row has nothing to compare.
+    return longest <= most if whole else lengths[:, 0] < most
 
 
 def _tokens(
@@ -192,8 +202,10 @@ class PairStep:
         taken = [name for name in self._numbers if name in columns]
         made: dict[str, Any] = {name: [] for name in (*names, *taken)}
         dropped = []
+        lengths = np.asarray(found.documents).reshape(-1, len(names))
+        fits = _fitting(lengths, numbers, self._options, self._options.whole)
         for at, (ids, documents) in enumerate(zip(found.input_ids, found.documents, strict=True)):
-            if not self._fits(documents, numbers[at]):
+            if not fits[at]:
                 dropped.append(numbers[at])
                 continue
             start = 0
@@ -204,16 +216,6 @@ class PairStep:
                 made[name].append(_number(columns[name][at], name, numbers[at]))
         self._count(dropped, numbers[-1] + 1)
         return made
-
-    def _fits(self, documents: Sequence[int], number: int) -> bool:
-        """Whether something of a row is learnt. Raises RowError if it is too long and may not be cut."""
-        most, (prompt, *answers) = self._options.max_length, documents
-        longest = prompt + max(answers)
-        if most is None or longest <= most or self._options.truncation_mode == "keep_end":
-            return True
-        if self._options.truncation_mode == "error":
-            raise RowError(number, _too_long(longest, most))
-        return prompt < most and not self._options.whole
 
     def _count(self, dropped: list[int], read: int) -> None:
         if read <= self._read:  # an earlier pass had these rows
@@ -236,10 +238,3 @@ class PairStep:
 
 def _what(whole: bool) -> str:
     return "an answer that does not fit into" if whole else "a prompt that fills"
-
-
-def _too_long(tokens: int, most: int) -> str:
-    return (
-        f"a prompt with an answer has {tokens} tokens, more than max_length={most}, and truncation_mode is "
-        '"error". Raise max_length, or set truncation_mode to "keep_start".'
-    )
