@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.dist.launch import on_ranks
 from tests.trainer.small import Net, arguments, rows, settings, weights_hash
 
 import windlass
-from windlass import Trainer
+from windlass import Trainer, TrainerCallback
 from windlass.core.errors import ConfigError
 from windlass.trainer.uncalled import CALLED_AROUND
 
@@ -106,6 +107,46 @@ def test_a_copy_of_another_loop_is_refused_and_not_called(tmp_path: Path, name: 
         with pytest.raises(ConfigError, match=f"{name}='overridden'.*super"):
             trainer.train()
         assert trainer.state.global_step == 0
+
+
+class Restores(Trainer):
+    """Keeps the generators that it has, if it is asked to, and notes what they draw first."""
+
+    keeps = False
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        self.notes.append(Path(checkpoint or "").name)
+        if not self.keeps:
+            super()._load_rng_state(checkpoint)
+        state = random.getstate()
+        self.notes.append(random.random())
+        random.setstate(state)
+
+
+def test_an_override_decides_if_generators_are_restored(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    plain = Trainer(Net(), arguments(tmp_path, **options), train_dataset=rows(32))
+    plain.add_callback(Draws())
+    plain.train()
+    drawn = []
+    for keeps in (False, True):
+        trainer = Restores(Net(), arguments(tmp_path, **options), train_dataset=rows(32))
+        trainer.keeps, trainer.notes = keeps, []
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        name, first = trainer.notes
+        assert name == "checkpoint-2"
+        drawn.append(first)
+    # Of the third update; those of a run that begins.
+    assert drawn == [Draws.drawn[2], Draws.drawn[0]]
+    with pytest.raises(ConfigError, match="_load_rng_state='called'"):
+        plain._load_rng_state(None)
+
+
+class Draws(TrainerCallback):
+    drawn: ClassVar[list[float]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.drawn.append(random.random())
 
 
 # --- between updates ----------------------------------------------------------------------------------------------

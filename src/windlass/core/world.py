@@ -137,7 +137,7 @@ def _sized_by_address(world: World) -> World:
         return world
     if world.local_rank != world.rank:
         fix = f"must be the same as RANK={world.rank}, because at MASTER_ADDR={address} only processes of one machine "
-        fix += "meet; or set LOCAL_WORLD_SIZE too, as torchrun does"
+        fix += "meet; or set LOCAL_WORLD_SIZE too (1 where each has a LOCAL_RANK of 0)"
         raise ConfigError(Problem("LOCAL_RANK", world.local_rank, fix))
     return replace(world, local_size=world.size)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from windlass.accelerator.saved_parts import Generators
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import EvaluationPlan
 from windlass.core.attributes import attributes_of
@@ -383,6 +384,19 @@ class TrainHooks:
 
     def load_weights(self, folder: str) -> None:
         self._trainer._load_from_checkpoint(folder)
+
+    @contextlib.contextmanager
+    def restoring_generators(self, folder: str, generators: Generators) -> Iterator[None]:
+        """Let the script's `_load_rng_state`, if it has one, decide if generators stay as the body restores them."""
+        if "_load_rng_state" not in self.overridden:
+            yield
+            return
+        before = generators.state_dict()
+        yield
+        restored = generators.state_dict()
+        generators.load_state_dict(before)
+        with attributes_of(self._trainer, restore_generators=partial(generators.load_state_dict, restored)):
+            self._trainer._load_rng_state(folder)
 
     def load_training_state(self, folder: str | None) -> None:
         self._trainer._load_optimizer_and_scheduler(folder)

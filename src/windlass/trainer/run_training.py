@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from windlass.accelerator.saved_parts import check_savable
+from windlass.accelerator.saved_parts import Generators, check_savable
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
 from windlass.core.errors import CheckpointError, ConfigError
@@ -73,7 +73,8 @@ class RunTraining(LoopHooks):
             run.restorer.continued = checkpoint
             if checkpoint is not None:
                 hooks.load_weights(str(checkpoint.folder))
-                self._restore(checkpoint, place)
+                with hooks.restoring_generators(str(checkpoint.folder), Generators(context.session.device)):
+                    self._restore(checkpoint, place)
             run.first_tokens = state.num_input_tokens_seen
             hooks.load_training_state(None if checkpoint is None else str(checkpoint.folder))
             self._signals.saved(state.global_step)

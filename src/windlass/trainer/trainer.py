@@ -1287,9 +1287,10 @@ class Trainer:
 
     # For scripts that add to it: a run sums the losses of its reports itself.
     _total_loss_scalar = 0.0
-    # Set while a run calls the script's `_maybe_log_save_evaluate`, and its `_clip_grad_norm`.
+    # Set while a run calls the script's `_maybe_log_save_evaluate`, `_clip_grad_norm` and `_load_rng_state`.
     due_work: Callable[[], None] | None = None
     clip_gradients: Callable[[], Tensor] | None = None
+    restore_generators: Callable[[], None] | None = None
 
     def _maybe_log_save_evaluate(
         self,
@@ -1332,6 +1333,18 @@ class Trainer:
             skip_scheduler: before the first update.
         """
         return self.evaluate(ignore_keys=ignore_keys_for_eval)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set the random generators to those of the checkpoint that a run continues; for overrides, which a run calls
+        once all else is restored. An override that does not call it leaves them as they were.
+
+        Args:
+            checkpoint: its folder.
+        """
+        if self.restore_generators is None:
+            fix = "a run calls it as it resumes: override it"
+            raise ConfigError(Problem("_load_rng_state", "called", fix))
+        self.restore_generators()
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients of an update by `max_grad_norm`; for overrides, which a run calls after the last backward

@@ -21,6 +21,8 @@ CALLED_AROUND = {
     "super()._inner_training_loop(...) in it",
     "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, set control flags in a callback, or "
     "call super()._maybe_log_save_evaluate(...) in it",
+    "_load_rng_state": "a run restores the generators itself: leave it out, or call super()._load_rng_state(...) in it",
+    "_evaluate": "override `evaluate`, or call super()._evaluate(...) in it",
 }
 # Of a Trainer: parts of another library's loop.
 NEVER_CALLED = {
@@ -42,7 +44,6 @@ NEVER_CALLED = {
     "_save_rng_state": _CHECKPOINTS,
     "_save_optimizer_and_scheduler": _CHECKPOINTS,
     "_save_scaler": _CHECKPOINTS,
-    "_load_rng_state": _CHECKPOINTS,
     "_load_scaler": _CHECKPOINTS,
     "_load_callback_state": _CHECKPOINTS,
     "_rotate_checkpoints": "set save_total_limit",
