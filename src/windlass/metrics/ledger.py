@@ -127,7 +127,7 @@ class Ledger:
 
     def loss_of_interval(self) -> Tensor:
         """This rank's share of the sum of the losses since the last `read`: a scalar on the device. No host sync."""
-        return torch.as_tensor(self._loss, dtype=self._dtype, device=self.device).clone()
+        return torch.as_tensor(self._loss, dtype=self._dtype, device=self.device)
 
     @property
     def pending(self) -> bool:
