@@ -126,6 +126,9 @@ class GreedyLR:
     def _adopt_groups(self) -> None:
         """Take groups that were added, such as those of layers that a callback unfroze: with the bounds of all."""
         groups = self.optimizer.param_groups
+        # Not otherwise: scripts may have changed the bounds.
+        if len(groups) == len(self.base_lrs):
+            return
         self.base_lrs += [float(group["lr"]) for group in groups[len(self.base_lrs) :]]
         lowest, highest = self._bounds
         self.min_lrs = _per_group("min_lr", lowest, len(groups))
