@@ -249,6 +249,19 @@ def test_a_metric_that_is_not_finite_counts_as_long_as_it_is_in_the_window(metri
     assert rates == [first, first / 2, first / 4, first / 2, first]
 
 
+@pytest.mark.parametrize("name", ["greedy", "reduce_lr_on_plateau"])
+def test_a_schedule_of_a_metric_takes_groups_that_are_added(name: str) -> None:
+    optimizer = parameters()
+    schedule = build_schedule(
+        name, optimizer, total_steps=9, options={"patience": 0, "factor": 0.5, "min_lr": 0.06}
+    )
+    schedule.observe(1.0)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.08})
+    for metric in (2.0, 3.0, 4.0):
+        schedule.observe(metric)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.06, 0.06]
+
+
 @pytest.mark.parametrize(("verbose", "level"), [(True, "WARNING"), (False, "INFO")])
 def test_greedy_tells_of_its_changes(verbose: bool, level: str) -> None:
     options = {"patience": 0, "verbose": verbose, "factor": 0.5, "max_lr": 0.2}

@@ -72,12 +72,9 @@ class GreedyLR:
         self.threshold, self.threshold_mode = threshold, threshold_mode
         self.cooldown, self.warmup, self.reset_after = cooldown, warmup, reset_start
         self.verbose, self.smooth, self.window_size = verbose, smooth, window_size
-        groups = len(optimizer.param_groups)
-        self.min_lrs, self.max_lrs = (
-            _per_group("min_lr", min_lr, groups),
-            _per_group("max_lr", max_lr, groups),
-        )
-        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._bounds = min_lr, max_lr
+        self.base_lrs: list[float] = []
+        self._adopt_groups()
         self.last_epoch = 0
         self.best: float
         self._window: deque[float]
@@ -89,6 +86,7 @@ class GreedyLR:
         """Compare `metrics` (a number on the host) with the best, and change the learning rate if it is due. `epoch`
         sets `last_epoch`, which logs name; None adds 1.
         """
+        self._adopt_groups()
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         current = self._smoothed(float(metrics)) if self.smooth else float(metrics)
         if self.cooldown_counter > 0 or self.warmup_counter > 0:
@@ -124,6 +122,17 @@ class GreedyLR:
         self._window, self._window_sum = deque(state["window"]), state["window_sum"]
         self._last_lr, self.base_lrs = list(state["lrs"]), list(state["base_lrs"])
         self._write(self._last_lr)
+
+    def _adopt_groups(self) -> None:
+        """Take groups that were added, such as those of layers that a callback unfroze: with the bounds of all."""
+        groups = self.optimizer.param_groups
+        # Not otherwise: scripts may have changed the bounds.
+        if len(groups) == len(self.base_lrs):
+            return
+        self.base_lrs += [float(group["lr"]) for group in groups[len(self.base_lrs) :]]
+        lowest, highest = self._bounds
+        self.min_lrs = _per_group("min_lr", lowest, len(groups))
+        self.max_lrs = _per_group("max_lr", highest, len(groups))
 
     def _smoothed(self, value: float) -> float:
         self._window.append(value)
