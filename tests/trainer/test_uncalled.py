@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -110,43 +110,40 @@ def test_a_copy_of_another_loop_is_refused_and_not_called(tmp_path: Path, name: 
 
 
 class Restores(Trainer):
-    """Keeps the generators that it has, if it is asked to, and notes what they draw first."""
+    """Keeps the generators that it has, if it is asked to, and notes them."""
 
     keeps = False
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        self.notes.append(Path(checkpoint or "").name)
+        began = random.getstate()
         if not self.keeps:
             super()._load_rng_state(checkpoint)
-        state = random.getstate()
-        self.notes.append(random.random())
-        random.setstate(state)
+        self.notes = [Path(checkpoint or "").name, began, random.getstate()]
+
+
+class StatesAtSaves(TrainerCallback):
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.states.append(random.getstate())
 
 
 def test_an_override_decides_if_generators_are_restored(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
-    plain = Trainer(Net(), arguments(tmp_path, **options), train_dataset=rows(32))
-    plain.add_callback(Draws())
+    saves = StatesAtSaves()
+    plain = Trainer(Net(), arguments(tmp_path, **options), train_dataset=rows(32), callbacks=[saves])
     plain.train()
-    drawn = []
     for keeps in (False, True):
         trainer = Restores(Net(), arguments(tmp_path, **options), train_dataset=rows(32))
-        trainer.keeps, trainer.notes = keeps, []
+        trainer.keeps = keeps
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        name, first = trainer.notes
+        name, began, then = trainer.notes
         assert name == "checkpoint-2"
-        drawn.append(first)
-    # Of the third update; those of a run that begins.
-    assert drawn == [Draws.drawn[2], Draws.drawn[0]]
+        assert began != saves.states[0]
+        assert then == (began if keeps else saves.states[0])
     with pytest.raises(ConfigError, match="_load_rng_state='called'"):
         plain._load_rng_state(None)
-
-
-class Draws(TrainerCallback):
-    drawn: ClassVar[list[float]] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.drawn.append(random.random())
 
 
 # --- between updates ----------------------------------------------------------------------------------------------
