@@ -402,7 +402,9 @@ def test_a_class_that_needs_a_value_in_its_own_code_has_defaults() -> None:
             Mixin.__post_init__(self)
             TrainingArguments.__post_init__(self)
 
-    changed = [name for name, _, is_default in describe(Own(output_dir="/out", max_steps=3)) if not is_default]
+    changed = [
+        name for name, _, is_default in describe(Own(output_dir="/out", max_steps=3)) if not is_default
+    ]
     assert changed == ["output_dir", "max_steps", "mine"]
 
 

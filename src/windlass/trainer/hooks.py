@@ -119,7 +119,9 @@ def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
     if not overrides(trainer, owner, "_save_checkpoint"):
         return frozenset()
     # Beside the inherited way to save, helpers are another way, which the script may never take.
-    named = (names_in_versions(save) if calls_inherited(save) else names_in_code([save])) & NEVER_CALLED.keys()
+    named = (
+        names_in_versions(save) if calls_inherited(save) else names_in_code([save])
+    ) & NEVER_CALLED.keys()
     return frozenset(name for name in named if not hasattr(trainer, name))
 
 
