@@ -28,8 +28,17 @@ class Net(nn.Module):
         logits = self.linear(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
+from transformers import DefaultFlowCallback, trainer as module
+class Shorter(DefaultFlowCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        if state.global_step == 2:
+            control.should_save = control.should_training_stop = True
+module.DEFAULT_CALLBACKS = [Shorter]
+module.PrinterCallback = Shorter
+
 rows = [{"x": torch.full((4,), float(i)), "labels": i % 2} for i in range(8)]
-args = TrainingArguments("out", max_steps=2, disable_tqdm=True, report_to="none", dataloader_num_workers=1)
+args = TrainingArguments("out", max_steps=3, disable_tqdm=True, report_to="none", dataloader_num_workers=1)
 trainer = Trainer(Net(), args, train_dataset=rows)
 trainer.train()
 print("engine", Trainer.__module__, transformers.Trainer is Trainer)
@@ -143,6 +152,7 @@ def test_a_trainers_script_runs_on_this_engine(tmp_path: Path) -> None:
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("windlass answered")]
     assert "transformers.Trainer" in line
     assert "transformers.get_last_checkpoint" in line
+    assert line.endswith("; assigned, and not read by runs: transformers.trainer.PrinterCallback")
 
 
 def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled as theirs_enabl
 from windlass import Accelerator, DefaultFlowCallback, ProgressCallback
 from windlass.compat import script_helpers
 from windlass.compat.state import AcceleratorState, GradientState, is_initialized
+from windlass.trainer import defaults
 from windlass.zero import building
 
 SAMPLES: list[Any] = [{"x": [1, 2], "label": 0}, {"x": [3, 4], "label": 1}]
@@ -41,9 +42,9 @@ def test_parts_of_collators() -> None:
 
 def test_default_callbacks() -> None:
     wanted = [cls.__name__ for cls in their_trainer.DEFAULT_CALLBACKS]
-    assert [cls.__name__ for cls in script_helpers.DEFAULT_CALLBACKS] == wanted
-    assert [DefaultFlowCallback] == script_helpers.DEFAULT_CALLBACKS
-    assert script_helpers.DEFAULT_PROGRESS_CALLBACK is ProgressCallback
+    assert [cls.__name__ for cls in defaults.DEFAULT_CALLBACKS] == wanted
+    assert [DefaultFlowCallback] == defaults.DEFAULT_CALLBACKS
+    assert defaults.DEFAULT_PROGRESS_CALLBACK is ProgressCallback
 
 
 def test_words_for_levels() -> None:

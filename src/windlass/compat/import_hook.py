@@ -60,6 +60,8 @@ MODULES = {
         for name in names
     },
 }  # fmt: skip
+# Where libraries replace what decides when runs log, evaluate and save.
+_READ_BY_RUNS = ("transformers.trainer", "DEFAULT_CALLBACKS")
 # Packages that look names up in the modules that define them.
 _LAZY = ("transformers", "transformers.integrations")
 # Slow to import, and no other module of the library imports them.
@@ -91,6 +93,7 @@ class Answers:
     def __init__(self) -> None:
         self._mapped: dict[str, None] = {}
         self._left: dict[str, None] = {}
+        self._assigned: dict[str, None] = {}
 
     def find(self, module: str, name: str, caller: FrameType) -> Any:
         """The object that Windlass has for `name` of `module`; None if the caller gets the library's own. Raises
@@ -113,11 +116,20 @@ class Answers:
         self._mapped[f"{module.partition('.')[0]}.{name}"] = None
         return found
 
+    def take(self, module: str, name: str, value: Any) -> None:
+        """Note that a script or a library assigned a name of `module`, and pass it on if runs read it."""
+        if (module, name) == _READ_BY_RUNS:
+            setattr(importlib.import_module(MODULES[module]), name, value)
+        else:
+            self._assigned[f"{module}.{name}"] = None
+
     def report(self) -> None:
         """Print what was answered, on the main process of a job."""
         if not self._mapped or os.environ.get("RANK", "0") != "0" or _is_worker():
             return
         left = f"; left to the libraries: {', '.join(self._left)}" if self._left else ""
+        if self._assigned:
+            left += f"; assigned, and not read by runs: {', '.join(self._assigned)}"
         print(f"windlass answered the imports of {', '.join(self._mapped)}{left}", file=sys.stderr)
 
 
@@ -136,6 +148,12 @@ class _Answered(ModuleType):
             return self._star()
         found = self._answers.find(self.__name__, name, caller)
         return getattr(self.library(), name) if found is None else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # Python itself sets the submodules, and names that begin so.
+        if not name.startswith("_") and not isinstance(value, ModuleType):
+            self._answers.take(self.__name__, name, value)
 
     def _star(self) -> list[str]:
         """The names of `from module import *`, each of which Python then asks for. Without a list of a library's own it

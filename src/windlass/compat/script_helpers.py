@@ -17,24 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from windlass.callbacks.flow import DefaultFlowCallback
-from windlass.callbacks.progress import NotebookProgressCallback, ProgressCallback
-from windlass.config.callback_interface import TrainerCallback
 from windlass.config.enums import Choice
 from windlass.config.kinds import flag
 from windlass.core.logs import get_logger, log_levels
 from windlass.core.optional import is_imported
-from windlass.core.output import in_notebook
 from windlass.core.rng import set_seed
 from windlass.data.collate_pad import Framework, default_data_collator, pad_quietly
 from windlass.data.columns import ColumnCollator
 
 _logger = get_logger(__name__)
 
-DEFAULT_CALLBACKS: list[type[TrainerCallback]] = [DefaultFlowCallback]
-DEFAULT_PROGRESS_CALLBACK: type[TrainerCallback] = (
-    NotebookProgressCallback if in_notebook() else ProgressCallback
-)
 trainer_log_levels = {**log_levels, "passive": -1}  # "passive" leaves the level as it is
 InputDataClass = Any
 DataCollator = Callable[[list[Any]], Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
 from windlass.config.enums import REPORT
 from windlass.config.plan import SavePlan, ZeroPlan
 from windlass.core.device import visible_devices
@@ -36,6 +38,10 @@ from windlass.transforms.first_rank import has_weights
 from windlass.transforms.placing import to_device
 from windlass.transforms.quantization_aware import apply_qat as apply_qat
 
+DEFAULT_CALLBACKS: list[type[TrainerCallback]] = [DefaultFlowCallback]
+DEFAULT_PROGRESS_CALLBACK: type[TrainerCallback] = (
+    NotebookProgressCallback if in_notebook() else ProgressCallback
+)
 # Imported if a run publishes.
 publishing: Any = LazyModule("windlass.trainer.publishing")
 
@@ -172,7 +178,8 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     report = [ReportCallback] if REPORT in (args.report_to or ()) else []
     hub = [publishing.hub_callback(args, folder)] if args.push_to_hub else []
     return [
-        DefaultFlowCallback,  # first, so that a script's callback may take back a flag that it set
+        # First, so that a script's callback may take back a flag that they set.
+        *_assigned("DEFAULT_CALLBACKS"),
         MetricsLogCallback(folder, read_rules(args.alerts), follows_arguments=True),
         *report,
         *trackers,
@@ -184,9 +191,13 @@ def last_callbacks(args: TrainingArguments) -> list[Any]:
     """The callbacks that are called after a script's own: one keeps the first rows of the data, and one shows the
     progress.
     """
-    bar = NotebookProgressCallback if in_notebook() else ProgressCallback
     # The display comes last: it shows the logs as the script's callbacks have changed them.
-    return [SamplesLog, PrinterCallback if args.disable_tqdm else bar]
+    return [SamplesLog, PrinterCallback if args.disable_tqdm else _assigned("DEFAULT_PROGRESS_CALLBACK")]
+
+
+def _assigned(name: str) -> Any:
+    """The value that a name of this file has in the package, where scripts assign it."""
+    return getattr(sys.modules[__name__.rpartition(".")[0]], name)
 
 
 def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
