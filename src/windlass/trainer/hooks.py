@@ -102,6 +102,13 @@ def around(trainer: Trainer, owner: type, name: str) -> Callable[..., Any]:
     return method if calls_inherited(method) else partial(getattr(owner, name), trainer)
 
 
+def _inheriting(
+    trainer: Trainer, name: str, work: Callable[[], Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Within the body, the inherited method of this name does `work`."""
+    return attributes_of(trainer, inherited_work={**trainer.inherited_work, name: work})
+
+
 def wrap_model(trainer: Trainer, training: bool) -> None:
     """Call `_wrap_model`, where a script may change the model. Raises ConfigError if it returns another one."""
     # As transformers calls it: older overrides take no `training`.
@@ -318,7 +325,7 @@ class TrainHooks:
 
     def clip(self, inherited: Callable[[], Tensor]) -> None:
         """Clip the gradients of an update by the script's own way, in which Windlass's is `inherited`."""
-        with attributes_of(self._trainer, clip_gradients=inherited):
+        with _inheriting(self._trainer, CLIP, inherited):
             self._trainer._clip_grad_norm(self._trainer.model_wrapped)
 
     def work_between_updates(
@@ -326,7 +333,7 @@ class TrainHooks:
     ) -> None:
         """Call the script's `_maybe_log_save_evaluate`, as transformers calls it; the inherited one does `work`."""
         trainer, epoch = self._trainer, max(math.ceil(self._trainer.state.epoch or 0.0) - 1, 0)
-        with attributes_of(trainer, due_work=work):
+        with _inheriting(trainer, "_maybe_log_save_evaluate", work):
             trainer._maybe_log_save_evaluate(
                 losses,
                 norm,
@@ -395,7 +402,8 @@ class TrainHooks:
         yield
         restored = generators.state_dict()
         generators.load_state_dict(before)
-        with attributes_of(self._trainer, restore_generators=partial(generators.load_state_dict, restored)):
+        restore = partial(generators.load_state_dict, restored)
+        with _inheriting(self._trainer, "_load_rng_state", restore):
             self._trainer._load_rng_state(folder)
 
     def load_training_state(self, folder: str | None) -> None:

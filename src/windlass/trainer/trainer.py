@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -1287,10 +1288,13 @@ class Trainer:
 
     # For scripts that add to it: a run sums the losses of its reports itself.
     _total_loss_scalar = 0.0
-    # Set while a run calls the script's `_maybe_log_save_evaluate`, `_clip_grad_norm` and `_load_rng_state`.
-    due_work: Callable[[], None] | None = None
-    clip_gradients: Callable[[], Tensor] | None = None
-    restore_generators: Callable[[], None] | None = None
+    # The work of `_maybe_log_save_evaluate`, `_clip_grad_norm` and `_load_rng_state`, while a run calls the script's.
+    inherited_work: Mapping[str, Callable[[], Any]] = MappingProxyType({})
+
+    def _do_inherited(self, name: str, fix: str) -> Any:
+        if name not in self.inherited_work:
+            raise ConfigError(Problem(name, "called", fix))
+        return self.inherited_work[name]()
 
     def _maybe_log_save_evaluate(
         self,
@@ -1316,10 +1320,8 @@ class Trainer:
             start_time: when training began.
             learning_rate: of the last update.
         """
-        if self.due_work is None:
-            fix = "a run calls it between updates: set control flags in a callback, or override it"
-            raise ConfigError(Problem("_maybe_log_save_evaluate", "called", fix))
-        self.due_work()
+        fix = "a run calls it between updates: set control flags in a callback, or override it"
+        self._do_inherited("_maybe_log_save_evaluate", fix)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -1341,10 +1343,7 @@ class Trainer:
         Args:
             checkpoint: its folder.
         """
-        if self.restore_generators is None:
-            fix = "a run calls it as it resumes: override it"
-            raise ConfigError(Problem("_load_rng_state", "called", fix))
-        self.restore_generators()
+        self._do_inherited("_load_rng_state", "a run calls it as it resumes: override it")
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients of an update by `max_grad_norm`; for overrides, which a run calls after the last backward
@@ -1357,14 +1356,12 @@ class Trainer:
         Returns:
             The norm before clipping, or what a `clip_grad_norm_` that was assigned to the accelerator returns.
         """
-        if self.clip_gradients is None:
-            fix = "a run calls it in an update: override it, or use accelerator.clip_grad_norm_"
-            raise ConfigError(Problem("_clip_grad_norm", "called", fix))
         if hooks.replaced(self.accelerator, "clip_grad_norm_"):
-            limit = self.args.max_grad_norm
-            norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), limit)
-            return norm
-        return self.clip_gradients()
+            norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        else:
+            fix = "a run calls it in an update: override it, or use accelerator.clip_grad_norm_"
+            norm = self._do_inherited("_clip_grad_norm", fix)
+        return norm
 
     @property
     def _globalstep_last_logged(self) -> int:
