@@ -17,7 +17,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_trainer_verbosity
-from windlass.core.run_clock import Moment, run_clock
+from windlass.core.run_clock import EVALUATION, Moment, run_clock
 from windlass.core.tensors import count_elements
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
@@ -993,8 +993,9 @@ class Trainer:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Save a checkpoint of the run. Every rank calls it; see `RunCheckpoints.save`."""
-        script = hooks.saved_by(self, Trainer, self._written_beside())
-        _of_run(self._run).save_checkpoint(script, wait=not self.is_in_train)
+        with self.inherited_work.get("_save_checkpoint", contextlib.nullcontext)():
+            script = hooks.saved_by(self, Trainer, self._written_beside())
+            _of_run(self._run).save_checkpoint(script, wait=not self.is_in_train)
 
     def _checkpoint_committed(self) -> None:
         """Called once a checkpoint of the run is committed, after `on_save`. Does nothing; for subclasses."""
@@ -1288,8 +1289,8 @@ class Trainer:
 
     # For scripts that add to it: a run sums the losses of its reports itself.
     _total_loss_scalar = 0.0
-    # The work of `_maybe_log_save_evaluate`, `_clip_grad_norm` and `_load_rng_state`, while a run calls the script's.
-    inherited_work: Mapping[str, Callable[[], Any]] = MappingProxyType({})
+    # The work of inherited methods, by their names, while a run calls a script's.
+    inherited_work: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     def _do_inherited(self, name: str, fix: str) -> Any:
         if name not in self.inherited_work:
@@ -1334,7 +1335,11 @@ class Trainer:
             ignore_keys_for_eval: as in `train`.
             skip_scheduler: before the first update.
         """
-        return self.evaluate(ignore_keys=ignore_keys_for_eval)
+        with run_clock().within(EVALUATION):
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if not skip_scheduler and (observe := self.inherited_work.get("_evaluate")):
+            observe(metrics)
+        return metrics
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random generators to those of the checkpoint that a run continues; for overrides, which a run calls
@@ -1396,6 +1401,9 @@ class Trainer:
 
     def store_flos(self) -> None:
         """Kept for scripts that call it; `state.total_flos` is current after every update."""
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Kept for scripts that call it; a callback reports every evaluation to the search."""
 
     def get_tp_size(self) -> int:
         """Ranks that divide each layer."""
