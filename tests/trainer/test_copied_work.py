@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.trainer.small import Net, arguments, rows, settings, weights_hash
 
 import windlass
 from windlass import Trainer, TrainerCallback
-from windlass.core.errors import ConfigError, NonFiniteError, Preempted
+from windlass.core.errors import ConfigError, Preempted
 from windlass.core.run_clock import run_clock
 
 
@@ -197,18 +198,32 @@ def test_the_time_of_its_evaluations_and_saves_is_counted_as_that(tmp_path: Path
     assert counted == {kind: {kind} for kind in counted}
 
 
-def test_weights_after_a_nonfinite_update_are_not_saved_by_it(tmp_path: Path) -> None:
-    class Diverges(copying(Trainer)):  # type: ignore[misc]
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            return loss * math.nan if self.state.global_step == 3 else loss
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process")
+@pytest.mark.parametrize("save_steps", [4, 100])
+def test_ctrl_c_ends_the_run_with_one_checkpoint(tmp_path: Path, save_steps: int) -> None:
+    class Presses(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(NonFiniteError):
-        run_of(
-            Diverges,
-            arguments(tmp_path, **BASE | {"eval_strategy": "no", "save_strategy": "steps", "save_steps": 4}),
-        )
-    assert not list(tmp_path.glob("checkpoint-*"))
+    saves = Saves()
+    args = arguments(tmp_path, **BASE | {"save_strategy": "steps", "save_steps": save_steps})
+    data: dict[str, Any] = {"train_dataset": rows(16), "eval_dataset": rows(8, seed=1)}
+    stopped = copying(Trainer)(Net(), args, **data, callbacks=[Presses(), saves])
+    assert stopped.train().global_step == 4
+    assert saves.steps == [(4, True)]
+
+
+def test_what_it_leaves_undone_is_not_done(tmp_path: Path) -> None:
+    class LogsOnly(Trainer):
+        def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
+            if self.control.should_log:
+                self.log({"own": float(tr_loss)})
+
+    trainer = run_of(LogsOnly, arguments(tmp_path, **BASE | {"save_strategy": "steps", "save_steps": 4}))
+    assert not any("eval_loss" in row for row in trainer.state.log_history)
+    assert [row["step"] for row in trainer.state.log_history if "own" in row] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert not trainer.saves
 
 
 def test_one_that_saves_in_its_own_way_fires_on_save_once(tmp_path: Path) -> None:
@@ -245,3 +260,26 @@ def test_two_ranks_do_the_same_work(tmp_path: Path) -> None:
     assert first == second
     assert len(first[1]) == 4
     assert [step for step, _ in first[2]] == [2, 4, 6, 8]
+
+
+def leave_on_ranks(folder: str, copied: bool) -> int:
+    """The last rank alone gets the signal, at a step that the copy saves."""
+    # An evaluation of a copy does not exchange signals.
+    options = BASE | {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"}
+    args = arguments(Path(folder), **options)
+    data: dict[str, Any] = {"train_dataset": rows(64), "eval_dataset": rows(8, seed=1)}
+    trainer = (copying(Trainer) if copied else Trainer)(Net(), args, **data)
+    if trainer.accelerator.process_index == 1:
+        trainer.add_callback(Requests())
+    with pytest.raises(Preempted) as caught:
+        trainer.train()
+    return caught.value.step
+
+
+@pytest.mark.dist
+def test_ranks_leave_together_where_it_saved(tmp_path: Path) -> None:
+    copied, plain = (
+        on_ranks(2, leave_on_ranks, str(tmp_path / f"{copied}"), copied) for copied in (True, False)
+    )
+    assert copied == plain
+    assert copied[0] == copied[1]
