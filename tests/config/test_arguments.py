@@ -386,6 +386,28 @@ def test_a_short_repr_lists_what_differs_from_the_defaults() -> None:
     assert repr(Own("out")) == "Own(output_dir='out', max_steps=3)"
 
 
+def test_a_class_that_needs_a_value_in_its_own_code_has_defaults() -> None:
+    """As that of ms-swift, with a mixin that needs none."""
+
+    @dataclass
+    class Mixin:
+        mine: int = 1
+
+        def __post_init__(self) -> None:
+            self.output_dir = os.path.abspath(self.output_dir)
+
+    @dataclass
+    class Own(Mixin, TrainingArguments):
+        def __post_init__(self) -> None:
+            Mixin.__post_init__(self)
+            TrainingArguments.__post_init__(self)
+
+    changed = [
+        name for name, _, is_default in describe(Own(output_dir="/out", max_steps=3)) if not is_default
+    ]
+    assert changed == ["output_dir", "max_steps", "mine"]
+
+
 @pytest.mark.parametrize("kind", [TrainingArguments, SFTConfig, Seq2SeqTrainingArguments, ScriptArguments])
 def test_signature_and_help_list_every_argument(kind: type[TrainingArguments]) -> None:
     fields = {f.name: f for f in dataclasses.fields(kind) if f.init}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
 import json
 import logging
 import math
@@ -434,12 +433,15 @@ def _defaults_of(cls: type, verbosity: int) -> dict[str, Any]:
     """As `to_dict`, of arguments of the nearest class that can be made without any. `verbosity`: the script's, from
     which `disable_tqdm` follows.
     """
-    plain: TrainingArguments = next(base for base in cls.__mro__ if _needs_nothing(base))()
+    # Without mixins, which are no arguments.
+    kinds = [base for base in cls.__mro__ if issubclass(base, TrainingArguments)]
+    plain = next(made for kind in kinds if (made := _made_of_nothing(kind)) is not None)
     return plain.to_dict()
 
 
-def _needs_nothing(cls: type) -> bool:
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(
-        p.default is not p.empty or p.kind in optional for p in inspect.signature(cls).parameters.values()
-    )
+def _made_of_nothing(cls: type[TrainingArguments]) -> TrainingArguments | None:
+    """Arguments of this class that are made without any; None if it needs some."""
+    try:
+        return cls()
+    except Exception:  # what a script's own code raises, such as a TypeError of `expanduser(self.output_dir)`
+        return None

@@ -27,7 +27,7 @@ from windlass.engine.evaluate import Evaluation
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
-from windlass.trainer.script_loss import calls_inherited, exchanges, names_in_code
+from windlass.trainer.script_loss import calls_inherited, exchanges, names_in_code, names_in_versions
 from windlass.trainer.uncalled import (
     BETWEEN,
     CALLED_AROUND,
@@ -124,9 +124,13 @@ def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
     """The methods that an overridden `_save_checkpoint` calls and that do not exist. Found before a run: the first save
     may be hours later.
     """
+    save = trainer._save_checkpoint
     if not overrides(trainer, owner, "_save_checkpoint"):
         return frozenset()
-    named = names_in_code([trainer._save_checkpoint]) & NEVER_CALLED.keys()
+    # Beside the inherited way to save, helpers are another way, which the script may never take.
+    named = (
+        names_in_versions(save) if calls_inherited(save) else names_in_code([save])
+    ) & NEVER_CALLED.keys()
     return frozenset(name for name in named if not hasattr(trainer, name))
 
 

@@ -299,6 +299,11 @@ def names_in_code(functions: list[Callable[..., Any]]) -> frozenset[str]:
     return frozenset(names)
 
 
+def names_in_versions(method: Callable[..., Any]) -> frozenset[str]:
+    """The names and strings in the code of a script's method and of those that it overrides, without what they call."""
+    return frozenset(name for function, _ in _versions(method) for name in _names_of(function.__code__))
+
+
 def calls_inherited(method: Callable[..., Any]) -> bool:
     """Return True if each version of a script's method names the one that it overrides, as `super().method()` does."""
     return all(function.__name__ in _names_of(function.__code__) for function, _ in _versions(method))
