@@ -4,8 +4,9 @@ with their data, so that all do the same work.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from windlass.checkpoint.background import Counters
@@ -145,6 +146,31 @@ class DueWork:
         self._clock.row = {}  # of a report that the script made itself
         self._events.merge_flags()
 
+    def run_by_copy(self) -> None:
+        """Have the script's `_maybe_log_save_evaluate`, which calls no inherited one, log, evaluate and save; then do
+        what signals and the clock request, of which it does not know.
+        """
+        events, checkpoints, hooks = self._events, self._checkpoints, self._hooks
+        events.merge_flags()
+        if events.control.should_evaluate:
+            self._settle()
+        self._saved_step = -1
+        with (
+            events.on_save_by_commits(lambda: checkpoints.tried_at),
+            hooks.called_by_copy(self._observe, self._saving_by_copy),
+        ):
+            hooks.work_between_updates(None, *self._reports.interval(), self._started)
+        self._clock.row = {}
+        events.merge_flags()
+        control = events.control
+        # What it left undone is not done at another step.
+        control.should_log = control.should_evaluate = control.should_save = False
+        if not self.is_saved:
+            control.should_save = checkpoints.tried_at != events.state.global_step and self._keeps_evaluated()
+            self.run()
+        elif self._interruption.preempted:
+            self.leave()
+
     def _do(self, name: str, work: Callable[[], None]) -> None:
         self._beacon.call(name)
         work()
@@ -179,11 +205,8 @@ class DueWork:
             events.control.should_evaluate = False  # as after every evaluation
             return
         save = self._plan.save
-        schedule = self._context.built.schedule
-        if schedule.follows_metric:
-            schedule.observe(find_metric(metrics, save.metric or "loss"))
-        if save.load_best_at_end or save.keep_best:
-            self._checkpoints.finish()  # the best is one of the committed checkpoints
+        self._observe(metrics)
+        self._settle()
         new_best = self._hooks.judge(metrics)
         kept = self._checkpoints.best.keeps_last()
         if save.cadence.strategy == "best":
@@ -191,6 +214,24 @@ class DueWork:
         elif kept or (new_best and save.load_best_at_end):
             # Saved at any step: the best weights must exist when they are loaded.
             events.control.should_save = True
+
+    def _observe(self, metrics: dict[str, float]) -> None:
+        schedule = self._context.built.schedule
+        if schedule.follows_metric:
+            schedule.observe(find_metric(metrics, self._plan.save.metric or "loss"))
+
+    def _settle(self) -> None:
+        """Wait for the save under way before an evaluation is ranked: the best is one of the committed checkpoints."""
+        if self._plan.save.load_best_at_end or self._plan.save.keep_best:
+            self._checkpoints.finish()
+
+    def _keeps_evaluated(self) -> bool:
+        """Return True if the present step was evaluated, and its weights are among the best that are kept."""
+        best, state = self._checkpoints.best, self._events.state
+        if best.metric_at(state.global_step) is None:
+            return False
+        is_best = self._plan.save.load_best_at_end and state.best_global_step == state.global_step
+        return best.keeps_last() or is_best
 
     def evaluate_or_stop(self, starting: bool = False) -> dict[str, float] | None:
         """Return the metrics of an evaluation; None if it was abandoned, because the run is to end. `starting`: before
@@ -267,15 +308,30 @@ class DueWork:
         with self._clock.within(SAVE):
             self._save_now()
 
-    def _save_now(self) -> None:
-        interruption, checkpoints = self._interruption, self._checkpoints
+    @contextlib.contextmanager
+    def _saving_by_copy(self) -> Iterator[None]:
+        """Context of the checkpoint that a copy of `_maybe_log_save_evaluate` saves."""
+        with self._clock.within(SAVE):
+            self._keeps_evaluated()  # ranks it: the ranking is in the checkpoint
+            self._begin_attempt(planned=True)
+            yield
+            self._checkpoints.ephemeral = False
+            self._interruption.saved()
+
+    def _begin_attempt(self, planned: bool) -> None:
         step = self._events.state.global_step
-        planned = self._events.control.should_save or interruption.stopped or interruption.preempted
-        checkpoints.begin_attempt(planned, due=self._signals.clock_asks)
+        self._checkpoints.begin_attempt(planned, due=self._signals.clock_asks)
         self._signals.saved(step)
         self._saved_step = step
         # The update before may have been non-finite without having been read yet: such weights are not saved.
         self._loop.check_finite()
+
+    def _save_now(self) -> None:
+        interruption, checkpoints = self._interruption, self._checkpoints
+        step = self._events.state.global_step
+        self._begin_attempt(
+            self._events.control.should_save or interruption.stopped or interruption.preempted
+        )
         self._hooks.save_checkpoint()
         if checkpoints.tried_at != step:  # the script's `_save_checkpoint` saves otherwise, and has done so
             self._events.fire("on_save")

@@ -29,12 +29,14 @@ from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.model_writer import WrittenBeside
 from windlass.trainer.script_loss import calls_inherited, exchanges, names_in_code, names_in_versions
 from windlass.trainer.uncalled import (
+    BETWEEN,
     CALLED_AROUND,
     CLIP,
     CLIP_OF_ACCELERATOR,
     NEVER_CALLED,
     OF_ACCELERATOR,
     OF_ARGUMENTS,
+    OTHER_ARGUMENTS,
 )
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.strategy import Strategy
@@ -51,7 +53,7 @@ _MULTI_LABEL = "multi_label_classification"
 # Overrides of these methods change the plan.
 WATCHED = (
     "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
-    "_get_dataloader", "evaluate", "evaluation_loop", *CALLED_AROUND, CLIP,
+    "_get_dataloader", "evaluate", "evaluation_loop", *CALLED_AROUND, BETWEEN, CLIP,
     *NEVER_CALLED,
 )  # fmt: skip
 
@@ -85,6 +87,8 @@ def _is_foreign(cls: type, name: str) -> bool:
 def uncalled_of(trainer: Trainer) -> dict[str, str]:
     """The methods that a script overrides and no run would call, each with what to do instead."""
     copied = {name: fix for name, fix in CALLED_AROUND.items() if not calls_inherited(getattr(trainer, name))}
+    if not _accepts(trainer._maybe_log_save_evaluate, *(None,) * 7, learning_rate=None):
+        copied[BETWEEN] = OTHER_ARGUMENTS
     return {
         f"{prefix}{name}": known[name]
         for prefix, owner, known in (
@@ -100,6 +104,11 @@ def around(trainer: Trainer, owner: type, name: str) -> Callable[..., Any]:
     """The script's override of a method of CALLED_AROUND; that of `owner` itself if it is to be refused."""
     method: Callable[..., Any] = getattr(trainer, name)
     return method if calls_inherited(method) else partial(getattr(owner, name), trainer)
+
+
+def _inheriting(trainer: Trainer, **work: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Within the body, the inherited methods of these names do this work."""
+    return attributes_of(trainer, inherited_work={**trainer.inherited_work, **work})
 
 
 def wrap_model(trainer: Trainer, training: bool) -> None:
@@ -308,9 +317,14 @@ class TrainHooks:
             self._trainer.log(logs)
 
     @property
-    def works_around(self) -> bool:
+    def has_own_work(self) -> bool:
         """The script's own `_maybe_log_save_evaluate` is called for the work between updates."""
-        return "_maybe_log_save_evaluate" in self.overridden
+        return BETWEEN in self.overridden
+
+    @property
+    def works_around(self) -> bool:
+        """It calls the inherited one, which does the work."""
+        return calls_inherited(self._trainer._maybe_log_save_evaluate)
 
     @property
     def clips(self) -> str | None:
@@ -322,15 +336,30 @@ class TrainHooks:
 
     def clip(self, inherited: Callable[[], Tensor]) -> None:
         """Clip the gradients of an update by the script's own way, in which Windlass's is `inherited`."""
-        with attributes_of(self._trainer, clip_gradients=inherited):
+        with _inheriting(self._trainer, **{CLIP: inherited}):
             self._trainer._clip_grad_norm(self._trainer.model_wrapped)
 
+    def called_by_copy(
+        self,
+        evaluated: Callable[[dict[str, float]], None],
+        saving: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within the body, `_evaluate` calls `evaluated` with its metrics, and `_save_checkpoint` saves in `saving`."""
+        return _inheriting(self._trainer, _evaluate=evaluated, _save_checkpoint=saving)
+
     def work_between_updates(
-        self, work: Callable[[], None], losses: Tensor, norm: Tensor | None, rate: float, started: Moment
+        self,
+        work: Callable[[], None] | None,
+        losses: Tensor,
+        norm: Tensor | None,
+        rate: float,
+        started: Moment,
     ) -> None:
-        """Call the script's `_maybe_log_save_evaluate`, as transformers calls it; the inherited one does `work`."""
+        """Call the script's `_maybe_log_save_evaluate`, as transformers calls it; the inherited one does `work`. None:
+        it is not called.
+        """
         trainer, epoch = self._trainer, max(math.ceil(self._trainer.state.epoch or 0.0) - 1, 0)
-        with attributes_of(trainer, due_work=work):
+        with _inheriting(trainer, **({} if work is None else {BETWEEN: work})):
             trainer._maybe_log_save_evaluate(
                 losses,
                 norm,
@@ -399,7 +428,8 @@ class TrainHooks:
         yield
         restored = generators.state_dict()
         generators.load_state_dict(before)
-        with attributes_of(self._trainer, restore_generators=partial(generators.load_state_dict, restored)):
+        restore = partial(generators.load_state_dict, restored)
+        with _inheriting(self._trainer, _load_rng_state=restore):
             self._trainer._load_rng_state(folder)
 
     def load_training_state(self, folder: str | None) -> None:

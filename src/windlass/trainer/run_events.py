@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.saved_state import CONTROL_ENTRY, export_states, import_states
 from windlass.callbacks.weight_averaging import SWACallback
+from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import CONTROL_FLAGS, RunProgress, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
@@ -122,6 +125,24 @@ class Events(RunProgress):
             self.flags_may_differ = bool(self._all_ranks.sum(torch.tensor(float(any(own)))))
             # Those that were set before this is called, in `on_train_begin`.
             self.merge_flags()
+
+    @contextlib.contextmanager
+    def on_save_by_commits(self, saved_step: Callable[[], int | None]) -> Iterator[None]:
+        """Within the body, an `on_save` that a script fires is left to the commit of the checkpoint, if the run saved
+        this step; `saved_step`: the step that it saved last.
+        """
+        on_save = self.handler.on_save
+
+        def of_script(
+            args: TrainingArguments, state: TrainerState, control: TrainerControl
+        ) -> TrainerControl:
+            if saved_step() != state.global_step:  # the script's `_save_checkpoint` saves otherwise
+                return on_save(args, state, control)
+            control.should_save = False
+            return control
+
+        with attributes_of(self.handler, on_save=of_script):
+            yield
 
     def merge_flags(self) -> None:
         """Set each flag that a callback of any rank set. Windlass's own callbacks set the same flags on every rank, so

@@ -53,7 +53,9 @@ class RunTraining(LoopHooks):
         self._executor, self._schedule, self._reports = run.executor, run.schedule, run.reports
         self._signals = SignalExchange(context.all_ranks, context.interruption, run.checkpoints)
         self._due = DueWork(run, hooks, self._signals)
-        self._work = self._due.run_by_script if hooks.works_around else self._due.run
+        self._work = self._due.run
+        if hooks.has_own_work:
+            self._work = self._due.run_by_script if hooks.works_around else self._due.run_by_copy
         self.steps: MicroSteps = MicroSteps(context, hooks)
         main_input = getattr(context.files.model, "main_input_name", "input_ids")
         inputs = InputCounter(main_input, context.plan.reports.tokens, pad_token)
@@ -167,7 +169,7 @@ class RunTraining(LoopHooks):
         if interruption.stopped:
             events.control.should_training_stop = True  # which the first event of a run clears
         self._reports.load_watch.look(training=False)
-        events.find_deciding_callbacks(self._hooks.works_around)
+        events.find_deciding_callbacks(self._hooks.has_own_work)
         if interruption.is_preempted():
             self._due.leave()  # nothing is to be saved
         self._due.begin(started)

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_trainer_verbosity
-from windlass.core.run_clock import Moment, run_clock
+from windlass.core.run_clock import EVALUATION, Moment, run_clock
 from windlass.core.tensors import count_elements
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
@@ -992,8 +993,9 @@ class Trainer:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Save a checkpoint of the run. Every rank calls it; see `RunCheckpoints.save`."""
-        script = hooks.saved_by(self, Trainer, self._written_beside())
-        _of_run(self._run).save_checkpoint(script, wait=not self.is_in_train)
+        with self.inherited_work.get("_save_checkpoint", contextlib.nullcontext)():
+            script = hooks.saved_by(self, Trainer, self._written_beside())
+            _of_run(self._run).save_checkpoint(script, wait=not self.is_in_train)
 
     def _checkpoint_committed(self) -> None:
         """Called once a checkpoint of the run is committed, after `on_save`. Does nothing; for subclasses."""
@@ -1287,10 +1289,13 @@ class Trainer:
 
     # For scripts that add to it: a run sums the losses of its reports itself.
     _total_loss_scalar = 0.0
-    # Set while a run calls the script's `_maybe_log_save_evaluate`, `_clip_grad_norm` and `_load_rng_state`.
-    due_work: Callable[[], None] | None = None
-    clip_gradients: Callable[[], Tensor] | None = None
-    restore_generators: Callable[[], None] | None = None
+    # The work of inherited methods, by their names, while a run calls a script's.
+    inherited_work: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+
+    def _do_inherited(self, name: str, fix: str) -> Any:
+        if name not in self.inherited_work:
+            raise ConfigError(Problem(name, "called", fix))
+        return self.inherited_work[name]()
 
     def _maybe_log_save_evaluate(
         self,
@@ -1316,10 +1321,8 @@ class Trainer:
             start_time: when training began.
             learning_rate: of the last update.
         """
-        if self.due_work is None:
-            fix = "a run calls it between updates: set control flags in a callback, or override it"
-            raise ConfigError(Problem("_maybe_log_save_evaluate", "called", fix))
-        self.due_work()
+        fix = "a run calls it between updates: set control flags in a callback, or override it"
+        self._do_inherited("_maybe_log_save_evaluate", fix)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -1332,7 +1335,11 @@ class Trainer:
             ignore_keys_for_eval: as in `train`.
             skip_scheduler: before the first update.
         """
-        return self.evaluate(ignore_keys=ignore_keys_for_eval)
+        with run_clock().within(EVALUATION):
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if not skip_scheduler and (observe := self.inherited_work.get("_evaluate")):
+            observe(metrics)
+        return metrics
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random generators to those of the checkpoint that a run continues; for overrides, which a run calls
@@ -1341,10 +1348,7 @@ class Trainer:
         Args:
             checkpoint: its folder.
         """
-        if self.restore_generators is None:
-            fix = "a run calls it as it resumes: override it"
-            raise ConfigError(Problem("_load_rng_state", "called", fix))
-        self.restore_generators()
+        self._do_inherited("_load_rng_state", "a run calls it as it resumes: override it")
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients of an update by `max_grad_norm`; for overrides, which a run calls after the last backward
@@ -1357,14 +1361,12 @@ class Trainer:
         Returns:
             The norm before clipping, or what a `clip_grad_norm_` that was assigned to the accelerator returns.
         """
-        if self.clip_gradients is None:
-            fix = "a run calls it in an update: override it, or use accelerator.clip_grad_norm_"
-            raise ConfigError(Problem("_clip_grad_norm", "called", fix))
         if hooks.replaced(self.accelerator, "clip_grad_norm_"):
-            limit = self.args.max_grad_norm
-            norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), limit)
-            return norm
-        return self.clip_gradients()
+            norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        else:
+            fix = "a run calls it in an update: override it, or use accelerator.clip_grad_norm_"
+            norm = self._do_inherited("_clip_grad_norm", fix)
+        return norm
 
     @property
     def _globalstep_last_logged(self) -> int:
@@ -1399,6 +1401,9 @@ class Trainer:
 
     def store_flos(self) -> None:
         """Kept for scripts that call it; `state.total_flos` is current after every update."""
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Kept for scripts that call it; a callback reports every evaluation to the search."""
 
     def get_tp_size(self) -> int:
         """Ranks that divide each layer."""

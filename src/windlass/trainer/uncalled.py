@@ -15,12 +15,16 @@ CLIP_ELSEWHERE = (
     "it is called where gradients are whole on each process: on one, or under data parallelism, without DeepSpeed or "
     f"updates in the backward. Leave it out: {_CLIPPING}"
 )
+# Of a Trainer: what a run calls between updates, and what to do with one that older versions called with less.
+BETWEEN = "_maybe_log_save_evaluate"
+OTHER_ARGUMENTS = (
+    "it takes other arguments than (tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
+    "learning_rate=None)"
+)
 # Of a Trainer: a run calls an override that calls the inherited method, as `super()` does, and no copy of another loop.
 CALLED_AROUND = {
     "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback, or call "
     "super()._inner_training_loop(...) in it",
-    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, set control flags in a callback, or "
-    "call super()._maybe_log_save_evaluate(...) in it",
     "_load_rng_state": "a run restores the generators itself: leave it out, or call super()._load_rng_state(...) in it",
     "_evaluate": "override `evaluate`, or call super()._evaluate(...) in it",
 }
