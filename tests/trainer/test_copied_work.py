@@ -36,7 +36,7 @@ def copying(base: Any) -> Any:
         ) -> None:
             control, step = self.control, self.state.global_step
             if control.should_log and step > self._globalstep_last_logged:
-                total = self.accelerator.gather(tr_loss.reshape(1)).mean().item()
+                total = self.accelerator.gather(tr_loss).mean().item()
                 tr_loss -= tr_loss
                 mean = total / (step - self._globalstep_last_logged)
                 logs = {"loss": mean, "grad_norm": float(grad_norm), "perplexity": math.exp(mean)}
