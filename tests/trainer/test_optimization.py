@@ -411,6 +411,21 @@ def test_another_way_to_save_beside_the_inherited_one_does_not_refuse_the_run(tm
         Rotating(Net(), arguments(tmp_path, save_strategy="steps"), train_dataset=rows(8)).train()
 
 
+def test_a_way_to_save_passes_on_all_that_it_gets(tmp_path: Path) -> None:
+    """To a class between it and the Trainer, which takes the trial of a search, as those of TRL do."""
+
+    class Between(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+
+    class Mine(Between):
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            super()._save_checkpoint(*args, **kwargs)
+
+    Mine(Net(), arguments(tmp_path, save_strategy="steps", max_steps=1), train_dataset=rows(8)).train()
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
 def test_several_refusals_come_together(tmp_path: Path) -> None:
     kind = type("Mine", (Trainer,), {name: lambda self: None for name in ("_run_epoch", "get_batch_samples")})
     with pytest.raises(ConfigError, match="2 problems"):
