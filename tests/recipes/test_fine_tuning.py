@@ -98,6 +98,15 @@ def test_the_base_of_a_run_stays_and_another_run_gets_another(
     assert weights.read_bytes() != first
 
 
+@pytest.mark.parametrize("begins", ["eva", "pissa_niter_4"])
+def test_an_adapter_that_cannot_begin_is_refused_before_a_base_is_trained(
+    begins: str, problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "sft-gsm8k", *small(problems), f"adapter.init_lora_weights={begins}"]) != 0
+    assert f"adapter.init_lora_weights='{begins}'" in capsys.readouterr().err
+    assert not (problems.parent / "run" / "base").exists()
+
+
 @pytest.mark.parametrize("adapter", ["adapter=null", "adapter.r=2"])
 def test_a_run_in_a_remote_folder_is_continued_on_another_machine_with_its_tokenizer_and_base(
     adapter: str, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -386,31 +386,6 @@ def test_a_copied_way_to_save_is_refused_before_the_run(tmp_path: Path) -> None:
     assert trainer.state.global_step == 0
 
 
-def test_another_way_to_save_beside_the_inherited_one_does_not_refuse_the_run(tmp_path: Path) -> None:
-    """As ms-swift has one for another engine; it would fail only where the script takes it."""
-
-    class Mine(Trainer):
-        elsewhere = False
-
-        def _save_checkpoint(self, *args: Any) -> None:
-            self._own_way(*args) if self.elsewhere else super()._save_checkpoint(*args)
-
-        def _own_way(self, model: Any, trial: Any) -> None:
-            self._push_from_checkpoint(self.args.output_dir)
-
-    trainer = Mine(Net(), arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=rows(8))
-    trainer.train()
-    assert (tmp_path / f"checkpoint-{trainer.state.global_step}").is_dir()
-
-    class Rotating(Mine):
-        def _save_checkpoint(self, *args: Any) -> None:
-            super()._save_checkpoint(*args)
-            self._rotate_checkpoints()
-
-    with pytest.raises(ConfigError, match="calls _rotate_checkpoints, which Windlass does"):
-        Rotating(Net(), arguments(tmp_path, save_strategy="steps"), train_dataset=rows(8)).train()
-
-
 def test_several_refusals_come_together(tmp_path: Path) -> None:
     kind = type("Mine", (Trainer,), {name: lambda self: None for name in ("_run_epoch", "get_batch_samples")})
     with pytest.raises(ConfigError, match="2 problems"):

@@ -15,7 +15,7 @@ from tests.trainer.small import Net, rows
 from tests.trainer.test_losses import samples, trainer_for
 
 from windlass import Accelerator, Trainer, TrainingArguments
-from windlass.core.errors import WindlassError
+from windlass.core.errors import ConfigError, WindlassError
 from windlass.trainer.uncalled import NEVER_CALLED
 
 ROLLOUTS = Path(__file__).parent / "rollout_run.py"
@@ -305,3 +305,43 @@ def test_copies_of_their_steps_and_evaluation_run_here(tmp_path: Path) -> None:
     for one, other in zip(ours, theirs, strict=True):
         for name in {"eval_loss", "eval_sum", "train_loss", "rows"} & one.keys():
             assert other[name] == pytest.approx(one[name], rel=1e-6), name
+
+
+def test_another_way_to_save_beside_the_inherited_one_does_not_refuse_the_run(tmp_path: Path) -> None:
+    """As ms-swift has one for another engine; it would fail only where the script takes it."""
+
+    class Mine(Trainer):
+        elsewhere = False
+
+        def _save_checkpoint(self, *args: Any) -> None:
+            self._own_way(*args) if self.elsewhere else super()._save_checkpoint(*args)
+
+        def _own_way(self, model: Any, trial: Any) -> None:
+            self._push_from_checkpoint(self.args.output_dir)
+
+    trainer = Mine(Net(), arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=rows(8))
+    trainer.train()
+    assert (tmp_path / f"checkpoint-{trainer.state.global_step}").is_dir()
+
+    class Rotating(Mine):
+        def _save_checkpoint(self, *args: Any) -> None:
+            super()._save_checkpoint(*args)
+            self._rotate_checkpoints()
+
+    with pytest.raises(ConfigError, match="calls _rotate_checkpoints, which Windlass does"):
+        Rotating(Net(), arguments(tmp_path, save_strategy="steps"), train_dataset=rows(8)).train()
+
+
+def test_a_way_to_save_passes_on_all_that_it_gets(tmp_path: Path) -> None:
+    """To a class between it and the Trainer, which takes the trial of a search, as those of TRL do."""
+
+    class Between(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+
+    class Mine(Between):
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            super()._save_checkpoint(*args, **kwargs)
+
+    Mine(Net(), arguments(tmp_path, save_strategy="steps", max_steps=1), train_dataset=rows(8)).train()
+    assert (tmp_path / "checkpoint-1").is_dir()

@@ -302,9 +302,9 @@ def _table(rows: Sequence[Row]) -> str:
     body = "".join(
         f"<tr>{''.join(f'<td>{_text(row.get(name))}</td>' for name in names)}</tr>" for row in last
     )
-    earlier = f"<div>{len(rows) - _MOST_ROWS} earlier rows are in metrics.jsonl</div>" * (
-        len(rows) > _MOST_ROWS
-    )
+    earlier = ""
+    if len(rows) > _MOST_ROWS:
+        earlier = f"<div>{len(rows) - _MOST_ROWS} earlier rows are in metrics.jsonl</div>"
     return f"{earlier}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

@@ -104,12 +104,14 @@ def usual_stages(schedule: str) -> int:
 def unfit_stages(schedule: str, stages: int) -> str:
     """Why a rank cannot have so many stages; empty if it can."""
     if schedule not in _SEVERAL:
-        return f"must be 1 with {schedule}: set pp_schedule to {', '.join(_SEVERAL[:2])} for more" * (
-            stages != 1
-        )
-    if schedule == "ZBVZeroBubble":
-        return "must be 2 with ZBVZeroBubble, whose stages go there and back" * (stages != 2)
-    return f"must be at least 2 with {schedule}: set pp_schedule=1F1B for one" * (stages < 2)
+        if stages != 1:
+            return f"must be 1 with {schedule}: set pp_schedule to {', '.join(_SEVERAL[:2])} for more"
+    elif schedule == "ZBVZeroBubble":
+        if stages != 2:
+            return "must be 2 with ZBVZeroBubble, whose stages go there and back"
+    elif stages < 2:
+        return f"must be at least 2 with {schedule}: set pp_schedule=1F1B for one"
+    return ""
 
 
 NonFinitePolicy = Literal["raise", "skip", "rollback"]

@@ -95,7 +95,7 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
             "You passed a `PeftModel` instance together with a `peft_config` to the trainer. First merge and unload "
             "the existing adapter, save the resulting base model, and pass that with the new `peft_config`"
         )
-    _refuse_beginnings(peft_config)
+    refuse_beginnings(peft_config)
     if getattr(peft_config.peft_type, "value", None) == "ADALORA":
         logger.warning(
             "peft_config=AdaLoraConfig: ranks stay at init_r until a callback's on_optimizer_step calls "
@@ -116,9 +116,9 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
     return _reach_experts(adapted, given) if every_layer else adapted
 
 
-def _refuse_beginnings(peft_config: Any) -> None:
+def refuse_beginnings(peft_config: Any, name: str = "peft_config") -> None:
     """Refuse initial weights that need data, which peft would replace by others without an error, and those that leave
-    a base that no other process has.
+    a base that no other process has. `name`: of the configuration, where the user wrote it.
     """
     begins = getattr(peft_config, "init_lora_weights", None)
     if begins == "eva":
@@ -126,13 +126,13 @@ def _refuse_beginnings(peft_config: Any) -> None:
             "needs activations of the model: model = peft.get_peft_model(model, peft_config), then "
             "peft.initialize_lora_eva_weights(model, batches), and pass the model without peft_config"
         )
-        raise ConfigError(Problem("peft_config.init_lora_weights", begins, fix))
+        raise ConfigError(Problem(f"{name}.init_lora_weights", begins, fix))
     if isinstance(begins, str) and begins.startswith("pissa_niter_"):
         fix = (
             "draws the base that is left at random, so that the saved adapter would be loaded onto another one; use "
             "'pissa', whose decomposition is exact"
         )
-        raise ConfigError(Problem("peft_config.init_lora_weights", begins, fix))
+        raise ConfigError(Problem(f"{name}.init_lora_weights", begins, fix))
 
 
 def _adapted(model: nn.Module, peft_config: Any) -> nn.Module:

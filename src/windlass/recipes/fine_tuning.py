@@ -94,14 +94,22 @@ def tuned_trainer(
 
 
 def build_adapter(recipe: Recipe) -> Any:
-    """The adapter's configuration; None without one. Raises ConfigError for keys and values that peft does not know."""
+    """The adapter's configuration; None without one. Raises ConfigError for keys and values that peft does not know,
+    and for initial weights that the trainer would refuse.
+    """
+    from windlass.finetuning.peft_adapters import refuse_beginnings
+
     if recipe.adapter is None:
         return None
     peft = peft_library("train an adapter")
     try:
-        return peft.LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear", **recipe.adapter})
+        adapter = peft.LoraConfig(
+            **{"task_type": "CAUSAL_LM", "target_modules": "all-linear", **recipe.adapter}
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(Problem("adapter", recipe.adapter, str(error))) from error
+    refuse_beginnings(adapter, "adapter")
+    return adapter
 
 
 def new_base(spec: BaseSpec, tokenizer: Any) -> Any:

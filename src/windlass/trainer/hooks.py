@@ -281,8 +281,9 @@ class TrainHooks:
         self.evaluates_iterator = evaluates_iterator(trainer)
         self.rehearses = not overrides(trainer, owner, "evaluate", "_evaluate", "evaluation_loop")
         self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
-        # Overrides of older scripts take `(model, trial)`, and no time at which training began.
-        self._trial = (None,) * (_required(trainer._save_checkpoint) - 1)
+        # Older overrides take `(model, trial, metrics)`, and no time at which training began.
+        save = trainer._save_checkpoint
+        self._trial = (None,) * max(_required(save) - 1, int(_accepts(save, None, None)))
         self._log_takes_start = _accepts(trainer.log, {}, 0.0)
         self._log_names_start = _accepts(trainer.log, {}, start_time=0.0)
 
