@@ -29,7 +29,7 @@ from windlass.metrics.device_peaks import BOARDS
 def test_devices_as_they_are_written() -> None:
     assert Devices.read("8x80GB") == (8, 80 * 10**9)
     assert Devices.read("8x80GB").room < 80 * 10**9
-    for text in ("8", "80GB", "0x80GB", "8x80", "-1x80GB"):
+    for text in ("8", "80GB", "0x80GB", "8x80", "-1x80GB", "1000000000x80GB", "9" * 5000 + "x80GB"):
         with pytest.raises(ConfigError, match="such as 8x80GB"):
             Devices.read(text)
 

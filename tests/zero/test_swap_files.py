@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -138,4 +139,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     section = {"device": "nvme", "nvme_path": str(tmp_path / "file" / "folder")}
     config = {"zero_optimization": {"stage": 3, "offload_param": section}}
     with pytest.raises(ConfigError, match=r"offload_param.nvme_path.*cannot be written"):
+        lock_files(config, 0)
+
+
+def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("windlass.zero.swap_files.fcntl.flock", refuse)
+    section = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"zero_optimization": {"stage": 3, "offload_param": section}}
+    with pytest.raises(ConfigError, match=r"nvme_path.*cannot be locked \(No locks available\)"):
         lock_files(config, 0)

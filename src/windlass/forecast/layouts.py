@@ -16,7 +16,7 @@ from windlass.dist.imagined import MACHINE
 from windlass.forecast.size import Size
 from windlass.metrics.device_peaks import NETWORK, Board
 
-_FORM = re.compile(r"(\d+)x(\d+)GB", re.IGNORECASE)
+_FORM = re.compile(r"([0-9]{1,6})x([0-9]{1,6})GB", re.IGNORECASE)
 _USED = 0.9
 """The share of a device's memory that tensors may take: the runtime and the allocator need some, too."""
 _WITHIN: tuple[Axis, ...] = ("expert", "context", "sequence", "tensor")
@@ -42,7 +42,7 @@ class Devices(NamedTuple):
         """Read "8x80GB". Raises ConfigError for any other form."""
         found = _FORM.fullmatch(text.strip())
         if found is None or int(found[1]) < 1 or int(found[2]) < 1:
-            fix = "is written as the number of devices and the memory of each, such as 8x80GB"
+            fix = "is written as the number of devices and the memory of each (up to 999999), such as 8x80GB"
             raise ConfigError(Problem("--fit", text, fix))
         return cls(int(found[1]), int(found[2]) * 10**9)
 

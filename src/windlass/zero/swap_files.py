@@ -178,8 +178,12 @@ def _lock(folder: Path, path: str, rank: int) -> IO[str]:
         raise ConfigError(Problem(f"deepspeed.{path}", str(folder), fix)) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         lock.close()
         fix = "another run, or an earlier Trainer of this process, has its tensors there; give each one of its own"
+        raise ConfigError(Problem(f"deepspeed.{path}", str(folder), fix)) from None
+    except OSError as error:
+        lock.close()
+        fix = f"cannot be locked ({error.strerror}); name a folder on a local disk"
         raise ConfigError(Problem(f"deepspeed.{path}", str(folder), fix)) from None
     return lock
