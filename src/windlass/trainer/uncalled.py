@@ -15,11 +15,11 @@ CLIP_ELSEWHERE = (
     "it is called where gradients are whole on each process: on one, or under data parallelism, without DeepSpeed or "
     f"updates in the backward. Leave it out: {_CLIPPING}"
 )
-# Of a Trainer: what a run calls between updates, and what to do with one that older versions called with less.
+# Of a Trainer: what a run calls between updates, and what to do with one for the arguments of older versions.
 BETWEEN = "_maybe_log_save_evaluate"
 OTHER_ARGUMENTS = (
-    "it takes other arguments than (tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
-    "learning_rate=None)"
+    "let it take (self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
+    "learning_rate=None), as transformers 5 passes them"
 )
 # Of a Trainer: a run calls an override that calls the inherited method, as `super()` does, and no copy of another loop.
 CALLED_AROUND = {
