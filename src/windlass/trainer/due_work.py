@@ -154,7 +154,6 @@ class DueWork:
         events.merge_flags()
         if events.control.should_evaluate:
             self._settle()
-        self._saved_step = -1
         with (
             events.on_save_by_commits(lambda: checkpoints.tried_at),
             hooks.called_by_copy(self._observe, self._saving_by_copy),
@@ -166,7 +165,7 @@ class DueWork:
         # What it left undone is not done at another step.
         control.should_log = control.should_evaluate = control.should_save = False
         if not self.is_saved:
-            control.should_save = checkpoints.tried_at != events.state.global_step and self._keeps_evaluated()
+            control.should_save = self._keeps_evaluated()
             self.run()
         elif self._interruption.preempted:
             self.leave()
