@@ -131,18 +131,6 @@ class Helpers(Fields):
         """Processes of the job."""
         return process_count(self._world.size)
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Context of a call of a script's loss, which notes divisions by `gradient_accumulation_steps`."""
-        values = self.__dict__  # no property: subclasses may declare the field again
-        number = values["gradient_accumulation_steps"]
-        values["gradient_accumulation_steps"] = seen = micro_batch_count(number)
-        try:
-            yield
-        finally:
-            if values["gradient_accumulation_steps"] is seen:
-                values["gradient_accumulation_steps"] = number
-
     @property
     def process_index(self) -> int:
         """Rank of this process in the job, from 0."""
@@ -457,3 +445,16 @@ def _made_of_nothing(cls: type[TrainingArguments]) -> TrainingArguments | None:
         return cls()
     except Exception:  # what a script's own code raises, such as a TypeError of `expanduser(self.output_dir)`
         return None
+
+
+@contextmanager
+def watched(args: TrainingArguments) -> Iterator[None]:
+    """Context of a call of a script's loss, which notes divisions by `args.gradient_accumulation_steps`."""
+    values = vars(args)  # no property, since subclasses may declare the field again
+    number = values["gradient_accumulation_steps"]
+    values["gradient_accumulation_steps"] = seen = micro_batch_count(number)
+    try:
+        yield
+    finally:
+        if values["gradient_accumulation_steps"] is seen:
+            values["gradient_accumulation_steps"] = number

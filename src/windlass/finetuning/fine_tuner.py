@@ -238,7 +238,7 @@ class FineTuner(Trainer):
         given = self._services.loss.in_evaluation(self.count_targets, inputs)
         inputs = self._prepare_inputs(inputs)
         script = self._services.loss.script
-        with torch.no_grad(), self.compute_loss_context_manager(), script.watching(self.args.watched):
+        with torch.no_grad(), self.compute_loss_context_manager(), script.watching(self.args):
             if prediction_loss_only:
                 loss = self.compute_loss(model, inputs, **given)
                 return without_gradient(script.undivided(loss)), None, None

@@ -159,7 +159,7 @@ def loss_hooks(trainer: Trainer, owner: type[Trainer]) -> LossHooks:
         count_targets=trainer.count_targets,
         prepare_inputs=prepare,
         autocast=trainer.autocast_smart_context_manager,
-        watched=trainer.args.watched,
+        args=trainer.args,
     )
 
 

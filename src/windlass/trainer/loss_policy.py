@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger, get_logger, warn_once
 from windlass.core.types import LossTerms, State
@@ -46,8 +47,7 @@ class LossHooks:
     prepare_inputs: Callable[[Any], Any]
     # Returns the mixed-precision context of a forward
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
-    # Returns a context in which numbers of the arguments are watched
-    watched: Callable[[], contextlib.AbstractContextManager[None]]
+    args: TrainingArguments  # those that the methods read
 
 
 @dataclass(frozen=True, slots=True)

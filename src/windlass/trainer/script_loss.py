@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accumulation import AccumulationState
+from windlass.config.arguments import TrainingArguments, watched
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.tensors import is_fake
@@ -134,18 +134,18 @@ class ScriptLoss:
         return self._watched
 
     @contextlib.contextmanager
-    def watching(self, arguments: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def watching(self, args: TrainingArguments) -> Iterator[None]:
         """Context of a call, in which uses of the numbers of processes and of micro-batches are noted.
 
         Args:
-            arguments: returns a context in which those of the run's arguments are watched.
+            args: of the run, which the loss may read.
         """
         if self.shares == 1:
             yield
             return
         self._use = NumberUse()
         try:
-            with watched_numbers(self._use), arguments():
+            with watched_numbers(self._use), watched(args):
                 yield
         finally:
             self._use = None

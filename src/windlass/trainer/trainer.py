@@ -976,7 +976,7 @@ class Trainer:
         if isinstance(inputs, Mapping) and labelled:
             labels = detach(evaluation.labels_of(inputs, self.label_names))
         script = self._services.loss.script
-        with torch.no_grad(), self.compute_loss_context_manager(), script.watching(self.args.watched):
+        with torch.no_grad(), self.compute_loss_context_manager(), script.watching(self.args):
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 if not self.label_names:  # none are needed, and metrics get none
                     labels = ()
