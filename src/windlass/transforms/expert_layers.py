@@ -7,6 +7,8 @@ chosen experts, as many to each as there are, and computes what it received with
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 from windlass.dist.device_mesh import expert_device_mesh, part_along
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import Absent, present
-from windlass.transforms.expert_parts import computing_with
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank
 from windlass.transforms.mixing import mix
@@ -54,6 +55,28 @@ class DividedExperts(nn.Module):
         returned = routes.exchange(made, anchor, back=True)[routes.order.argsort()]
         weighted = returned.view(-1, count, width) * weights.reshape(-1, count, 1)
         return weighted.sum(1).to(hidden_states.dtype).view_as(hidden_states)
+
+
+@contextlib.contextmanager
+def computing_with(layer: Any, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Within the body, attributes of a layer that are its parameters are this rank's parts of them, and `num_experts`
+    counts the experts in these.
+
+    Args:
+        parts: by the name of the parameter; the first size of each is the number of experts.
+        dtype: of what the layer computes with them; under autocast they stay as they are.
+    """
+    all_experts, layer.num_experts = layer.num_experts, len(next(iter(parts.values())))
+    for name, part in parts.items():
+        # Of what a sharded model gathers, it casts by itself.
+        own_dtype = torch.is_autocast_enabled(part.device.type)
+        vars(layer)[name] = part if own_dtype else part.to(dtype)
+    try:
+        yield
+    finally:
+        layer.num_experts = all_experts
+        for name in parts:
+            del vars(layer)[name]
 
 
 @dataclass(frozen=True, slots=True)
