@@ -81,6 +81,12 @@ def bare(module: nn.Module) -> nn.Module:
     return inner
 
 
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The model that adapters of peft were added to, whose layers have the names of its own; any other as it is."""
+    base: Any = getattr(module, "get_base_model", None)
+    return base() if callable(base) else module
+
+
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The module's state dict, not detached; of a peft model always with the base.
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_job_logger
+from windlass.core.module_state import without_adapters
 from windlass.core.types import IGNORED
 from windlass.transforms.evaluating import vocabulary_of
 
@@ -30,15 +31,12 @@ class ModelLimits:
     @classmethod
     def of(cls, model: nn.Module) -> ModelLimits:
         """Read the limits of a model, of the base model if it has an adapter."""
-        base = getattr(model, "get_base_model", None)
-        model = base() if callable(base) else model
+        model = without_adapters(model)
         config = getattr(model, "config", None)
         if config is None:
             return cls()
-        tokens, is_classifier = (
-            vocabulary_of(model),
-            str(getattr(model, "loss_type", "")).endswith("Classification"),
-        )
+        tokens = vocabulary_of(model)
+        is_classifier = str(getattr(model, "loss_type", "")).endswith("Classification")
         classes = _classes(config) if is_classifier else _output_tokens(model)
         positions = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         if not isinstance(positions, int) or positions <= 0:

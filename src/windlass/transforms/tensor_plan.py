@@ -6,13 +6,14 @@ name -> style. Families without one have theirs here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.module_state import without_adapters
 from windlass.core.optional import is_imported, require
 from windlass.transforms.expert_plan import check_experts, style_in
 
@@ -80,12 +81,6 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     if not any(style not in (SUMMED, HEADS) for _, style in found.values()):
         raise ConfigError(Problem("model", name, "none of its layers has a name of its plan; set tp_size=1"))
     return found
-
-
-def without_adapters(module: nn.Module) -> nn.Module:
-    """The model that adapters of peft were added to, in which layers have the names of its plan; else the module."""
-    base: Callable[[], nn.Module] | None = getattr(module, "get_base_model", None)
-    return module if base is None else base()
 
 
 def _with_adapters(path: str, layer: nn.Module, style: str) -> Iterator[tuple[str, nn.Module]]:

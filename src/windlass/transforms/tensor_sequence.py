@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.module_state import without_adapters
 from windlass.core.rng import ForwardRandomness
 from windlass.core.tensors import makes_fakes
 from windlass.core.trees import tensors_in
 from windlass.dist.gang import Gang
 from windlass.transforms.evaluating import evaluating, rounding, short_row
 from windlass.transforms.mixing import mix
-from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED, without_adapters
+from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED
 from windlass.transforms.tensor_split import Joined, TensorSplit, part_of, scaled, whole_of
 
 FIELD = "TorchTensorParallelConfig.enable_sequence_parallel"
