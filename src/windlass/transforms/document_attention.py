@@ -44,22 +44,16 @@ def documents_apart(model: nn.Module, *, branched: bool = False) -> Iterator[Non
     that are not packed give the same results as before. Models that are not of transformers, or have an attention of
     their own, are left as they are: see `refuse_leaks`.
     """
-    changed = []
-    for part in _models_of_transformers(model):
-        _refuse_chunks(part)
-        before = part.config._attn_implementation
-        chosen = _chosen(part, before, branched)
-        if chosen != before:
-            part.set_attn_implementation(chosen)
-            changed.append((part.config, before))
-    try:
-        with contextlib.ExitStack() as parts:
-            for part in _models_of_transformers(model):
-                parts.enter_context(images_apart(part))
-            yield
-    finally:
-        for config, before in changed:
-            config._attn_implementation = before
+    with contextlib.ExitStack() as stack:
+        for part in _models_of_transformers(model):
+            _refuse_chunks(part)
+            before = part.config._attn_implementation
+            chosen = _chosen(part, before, branched)
+            if chosen != before:
+                part.set_attn_implementation(chosen)
+                stack.callback(setattr, part.config, "_attn_implementation", before)
+            stack.enter_context(images_apart(part))
+        yield
 
 
 class OwnAttention:
@@ -78,14 +72,11 @@ class OwnAttention:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Within the body the model has it, also inside of `documents_apart`."""
-        before = [(config, config._attn_implementation) for config, _ in self._own]
-        for config, own in self._own:
-            config._attn_implementation = own
-        try:
+        with contextlib.ExitStack() as stack:
+            for config, own in self._own:
+                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+                config._attn_implementation = own
             yield
-        finally:
-            for config, attention in before:
-                config._attn_implementation = attention
 
 
 def refuse_leaks(model: nn.Module) -> None:
@@ -155,18 +146,13 @@ def _models_of_transformers(model: nn.Module) -> Iterator[Any]:
 
 def _chosen(model: Any, before: str | None, branched: bool) -> str | None:
     """The attention for packed rows."""
-    if before not in ("eager", "sdpa") and not branched:
+    keeps = before not in ("eager", "sdpa") and not branched
+    if keeps or not model._can_set_attn_implementation():
         return before
-    if not model._can_set_attn_implementation():
-        return before
-    _register()
-    return NAME
-
-
-def _register() -> None:
     transformers = require("transformers", "attend document by document")
     transformers.AttentionInterface.register(NAME, document_attention)
     transformers.AttentionMaskInterface.register(NAME, document_mask)
+    return NAME
 
 
 def document_mask(
