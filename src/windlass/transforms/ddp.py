@@ -22,7 +22,7 @@ from windlass.core.logs import get_job_logger
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded
-from windlass.transforms.buffers import ForwardState, broadcast, is_ordinary, shared_buffers
+from windlass.transforms.buffers import ForwardState, broadcast, is_ordinary
 from windlass.transforms.comm_hooks import Compression
 from windlass.transforms.recompute import recomputes_reentrantly
 from windlass.transforms.strategy import Strategy, device_of, unfrozen
@@ -141,8 +141,7 @@ class DataParallel(Strategy):
     reduces = True
 
     def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
-        super().__init__(module)
-        self._loss_ranks = loss_ranks
+        super().__init__(module, loss_ranks)
         self._wrapper: Replicated | None = replicate(module, plan, loss_ranks)
         # Otherwise ranks have rank 0's buffers in each forward, which are saved with the weights.
         self.own.differs = not self._wrapper.broadcast_buffers
@@ -205,12 +204,6 @@ class DataParallel(Strategy):
                 self.module.zero_grad(set_to_none=True)
         self._compression.forget()
         before.restore()
-
-    def share_buffers(self) -> None:
-        broadcast(self.module.buffers(), self._loss_ranks)
-
-    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return shared_buffers(self.module, self.share_buffers)
 
     def _release(self) -> None:
         # A process group that is still referenced at interpreter shutdown aborts the process.
