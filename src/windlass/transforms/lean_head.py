@@ -224,10 +224,8 @@ class LeanHead:
             auxiliary = 0.0 if sums.auxiliary is None else coefficient_of(core) * float(sums.auxiliary)
             losses[self.shifts] = float(sums.loss / sums.targets.clamp(min=1)) + auxiliary
         self.shifts = min(losses, key=lambda shifts: abs(losses[shifts] - own))
-        ours, precision = (
-            losses[self.shifts],
-            _LOSS_ROUNDING if _is_precise(head) else _LOW_PRECISION_ROUNDING,
-        )
+        ours = losses[self.shifts]
+        precision = _LOSS_ROUNDING if _is_precise(head) else _LOW_PRECISION_ROUNDING
         if not math.isclose(ours, own, rel_tol=precision, abs_tol=precision):
             tokens = int((sample["labels"] != IGNORED).sum())
             raise InexactLossError(f"on {tokens} tokens it gives {ours:.6g}, and the model itself {own:.6g}")

@@ -49,14 +49,8 @@ class ModelLimits:
             and module.num_embeddings >= positions
         ]
         # Models after RoBERTa count positions from behind the padding, whose rows no token gets.
-        padding = max(
-            (
-                t.padding_idx + 1
-                for t in tables
-                if t.padding_idx is not None and t.num_embeddings == positions
-            ),
-            default=0,
-        )
+        exact = [table.padding_idx for table in tables if table.num_embeddings == positions]
+        padding = max((index + 1 for index in exact if index is not None), default=0)
         return cls(tokens, classes, is_classifier, positions - padding, bool(tables))
 
     def check_rows(
@@ -126,8 +120,5 @@ def _classes(config: object) -> int | None:
     """The classes of a classifier; None if its labels are numbers, or several for each row."""
     count = getattr(config, "num_labels", None)
     kind = getattr(config, "problem_type", None)
-    return (
-        count
-        if isinstance(count, int) and count > 1 and kind in (None, "single_label_classification")
-        else None
-    )
+    is_one = isinstance(count, int) and count > 1 and kind in (None, "single_label_classification")
+    return count if is_one else None

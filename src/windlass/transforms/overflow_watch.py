@@ -87,10 +87,8 @@ class DebugUnderflowOverflow:
                 f"{wrong}, in batch {self.batch_number}. The last {len(self.frames)} forwards of modules:\n{_HEAD}\n"
                 + "\n".join(self.frames)
             )
-        if module is self.model:
-            self._end_batch()
-
-    def _end_batch(self) -> None:
+        if module is not self.model:
+            return
         self.batch_number += 1
         if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
             raise RuntimeError(
