@@ -41,12 +41,10 @@ class ElsewhereState:
         raise NotImplementedError
 
     def loaded(self) -> None:
-        """Called after `values` were loaded: update the parameters. Collective."""
-        raise NotImplementedError
+        """Called after `values` were loaded in place: update the parameters, if they are others. Collective."""
 
     def let_go(self) -> None:
-        """Called before another engine takes the module. Collective."""
-        raise NotImplementedError
+        """Called before another engine takes the module, to undo what can be undone. Collective."""
 
 
 def keep_elsewhere(module: nn.Module, state: ElsewhereState | None) -> None:

@@ -223,12 +223,6 @@ class StagedModel(ElsewhereState):
         """Each parameter as ranks of the job write it."""
         return self._values
 
-    def loaded(self) -> None:
-        """Nothing to do: parameters were filled in place."""
-
-    def let_go(self) -> None:
-        """Nothing to do: the model stays divided."""
-
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Context in which every rank has all parameters, and computes forwards by itself. Collective."""
