@@ -72,7 +72,7 @@ def build_model(
     Args:
         auto_class: the class of transformers that loads or builds it.
         labels: names of the classes, in the order of their ids; empty without classes.
-        implied: defaults of a new model's config that follow from the data.
+        implied: defaults of a new model's config that follow from the data, besides those that follow from `text`.
         text: what a language model reads; None for images.
 
     Raises:
@@ -90,7 +90,8 @@ def build_model(
             text.check(model.config)
         return model
     assert spec.config is not None  # a task asks for one of the two
-    config = config_of(spec.config, {**implied, **head})
+    of_text = {} if text is None else text.implied_config()
+    config = config_of(spec.config, {**of_text, **implied, **head})
     if text is not None:
         text.check(config)
     try:

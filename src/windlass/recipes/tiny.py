@@ -61,13 +61,8 @@ _VOCABULARY = 300
 
 
 def shrink(draft: RecipeDraft) -> None:
-    """Replace values of a recipe by those of a tiny run: model, tokenizer, data and training.
-
-    Args:
-        draft: its values have the types that a recipe asks for.
-
-    Raises:
-        ConfigError: it has no `model.model_type`, and the config of the model that it names cannot be read.
+    """Replace values of a recipe by those of a tiny run: model, tokenizer, data and training. They must have the types
+    that a recipe asks for. Raises ConfigError if the kind of a named model is not known.
     """
     task = TASKS[draft.values.get("task", Recipe().task)]
     _shrink_model(draft, task)
