@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ processes each axis is tried with 2. Exit code 0: equal; 1: something differs; 2
 
 
 def prove_command(words: list[str]) -> int:
-    """Prove one layout, print what came of it, and record it; return the exit code."""
     parser = build_parser()
     options = parser.parse_intermixed_args(words)
     names, overrides = names_and_overrides(options.words)
@@ -108,7 +107,7 @@ class Proof:
             "status": self.verdict.status,
             "axes": [] if smallest is None else smallest.layout.split(),
             "difference": self._difference(),
-            "verdicts": [one.facts() for one in (self.verdict, *self.parts)],
+            "verdicts": [asdict(one) for one in (self.verdict, *self.parts)],
             "arguments": self.claim.facts,
             "model": self.claim.config,
             "versions": versions(),
@@ -138,11 +137,7 @@ class Proof:
 
 
 def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
-    """Try a layout; if something differs, the layouts of some of its axes, until one of them is wrong.
-
-    Args:
-        quiet: print nothing on the way.
-    """
+    """Try a layout; if something differs, the layouts of some of its axes, until one of them is wrong."""
     from windlass.cli.proving.proving_processes import ProvingProcesses, judge
 
     claim = Claim.of(subject.config, layout, subject.facts)
