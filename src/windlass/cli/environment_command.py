@@ -16,7 +16,6 @@ from windlass.recipes.from_files import find_file, from_file
 
 
 def environment_command(words: list[str]) -> int:
-    """Print versions, devices, and the settings of a launch; return the exit code."""
     options = build_parser().parse_args(words)
     require("torch", "train")
     facts: dict[str, object] = {name: value for name, value in environment().items() if name != "command"}
