@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import re
@@ -160,6 +161,10 @@ def folders_below(root: Path) -> Iterator[Path]:
         say(one_line(f"{error.filename} cannot be searched: {error.strerror}"), error=True)
 
     for place, folders, _ in os.walk(root, onerror=report, followlinks=True):
+        if not os.access(place, os.X_OK):  # its names are listed, and nothing of them can be read
+            report(PermissionError(errno.EACCES, os.strerror(errno.EACCES), place))
+            folders.clear()
+            continue
         yield Path(place)
         # In place, because `os.walk` reads this list; sorted, because systems list folders in any order.
         folders[:] = [
