@@ -106,14 +106,9 @@ def check_model_type(spec: ModelSpec) -> None:
     """Raise ConfigError if the named model has another type than the recipe says, ModelError if it has no config."""
     if spec.name is None or spec.model_type is None:
         return
-    found = model_type_of(spec.name)
+    found = config_of_named(spec.name).model_type
     if found != spec.model_type:
         raise ConfigError(Problem("model.model_type", spec.model_type, f"{spec.name} is of type {found}"))
-
-
-def model_type_of(name: str) -> str:
-    """Return the type in the config of a named model. Raises ModelError if it cannot be read."""
-    return str(config_of_named(name).model_type)
 
 
 def config_of_named(name: str) -> Any:

@@ -13,7 +13,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.recipes.built_in_recipes import ROWS
-from windlass.recipes.modelling import config_class, config_keywords, model_type_of
+from windlass.recipes.modelling import config_class, config_keywords, config_of_named
 from windlass.recipes.recipe_draft import RecipeDraft
 from windlass.recipes.schema import Recipe
 from windlass.recipes.task import Task
@@ -100,7 +100,7 @@ def _shrink_model(draft: RecipeDraft, task: Task) -> None:
 
 def _type_of(name: str) -> str:
     try:
-        return model_type_of(name)
+        return str(config_of_named(name).model_type)
     except ModelError as error:
         fix = "its type is needed, and cannot be read here: set model.model_type, such as llama or qwen3"
         raise ConfigError(Problem("model.name", name, fix)) from error
