@@ -65,6 +65,7 @@ THIRD_PARTY = {
         "DTensor keeps meshes of closed groups there, and has no public way to let them go",
     ),
     "_flatten": "a mesh joins its axes under no other name",
+    "_get_dtype_plan": "transformers states there which weights loading keeps in fp32",
     **dict.fromkeys(("_current_frames", "_get_sequence_number_for_group"), _DEBUG),
     "_getframe": "sys has this under no other name",
     "_exit": "os has this under no other name",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.tensor_file import open_tensors
 from windlass.core.attributes import attributes_of
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, require
@@ -104,19 +108,21 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **options: Any) -> Any:
-        quantization = options.pop("quantization_config", None)
+        given = options.pop("quantization_config", None)
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
         if not hasattr(config, "to_dict"):
             config, options = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **options)
-        quantization = quantization or _stored_form(config)
+        quantization = _form(given or getattr(config, "quantization_config", None))
         config.name_or_path = name  # by which the tokenizer of a model is found
-        # The dtype of the configuration is the default of `_from_config`, and what "auto" means.
-        chosen = {} if dtype in (None, "auto") else {"dtype": dtype}
+        if dtype in (None, "auto"):
+            dtype = config.dtype or _stored_dtype(Path(name, options.get("subfolder") or ""))
+        chosen = {} if dtype is None else {"dtype": dtype}
         attention = options.get("attn_implementation")
         if attention is not None:
             chosen["attn_implementation"] = attention
         with mode:
             model = cls._from_config(config, **chosen)
+            _keep_in_fp32(model)
             if quantization is not None:
                 pack(model, quantization)
         # As `from_pretrained` returns it.
@@ -127,12 +133,30 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
     return attributes_of(kind, from_pretrained=classmethod(from_pretrained))
 
 
-def _stored_form(config: Any) -> Any:
-    """How the weights of a checkpoint are quantized by its configuration; None if they are whole."""
-    stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict):
-        return stored
-    return require("transformers.quantizers", "look at a model").AutoQuantizationConfig.from_dict(stored)
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """That of the first weights in a folder, which decide it if the configuration does not."""
+    for file in sorted(folder.glob("*.safetensors"))[:1]:
+        with open_tensors(file, Files()) as tensors:
+            found = (tensors.shaped(name).dtype for name in tensors.names)
+            return next((dtype for dtype in found if dtype.is_floating_point), None)
+    return None
+
+
+def _keep_in_fp32(model: Any) -> None:
+    """As loading does with the weights that the class of a model names, for some dtypes of the others."""
+    kept = [name.replace("*", ".*") for name in model._get_dtype_plan(model.config.dtype)]
+    for name, parameter in model.named_parameters():
+        if any(re.search(each, name) for each in kept):
+            parameter.data = parameter.data.float()
+
+
+def _form(quantization: Any) -> Any:
+    """How weights are quantized, by an option or a configuration, which may be a mapping; None if they are whole."""
+    if not isinstance(quantization, dict):
+        return quantization
+    return require("transformers.quantizers", "look at a model").AutoQuantizationConfig.from_dict(
+        quantization
+    )
 
 
 _LARGEST_KNOWN = 2**20

@@ -11,35 +11,39 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.optional import require
 
-# Elements that have a scale in fp32 together; with `double_quant` its bits are 8, and 256 scales share one.
-_BLOCK, _SCALE_BITS, _DOUBLE_BITS = 64, 32.0, 8.0 + 32 / 256
+# Elements that have a scale together, in 4 bytes; with `double_quant` in one, and so many scales have one of 4 bytes.
+_BLOCK, _SCALES = 64, 256
 
 
 class FewBitsLinear(nn.Linear):
     """In the place of a linear layer: packed weights, which forward and backward each unpack.
 
     Args:
-        layer: whose place it takes.
+        layer: whose place it takes; linear, or a `Conv1D` of transformers.
         config: a `BitsAndBytesConfig`.
     """
 
-    def __init__(self, layer: nn.Linear, config: Any) -> None:
+    def __init__(self, layer: Any, config: Any) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        columns, rows = layer.weight.shape  # of a `Conv1D`
+        if isinstance(layer, nn.Linear):
+            rows, columns = columns, rows
+        self.in_features, self.out_features = columns, rows
         count = layer.weight.numel()
         self._compute: torch.dtype | None = None
         bits, stored = 8.0, torch.int8
         if config.load_in_4bit:
-            scale = _DOUBLE_BITS if config.bnb_4bit_use_double_quant else _SCALE_BITS
+            scales = -(-count // _BLOCK)
+            scale_bytes = (
+                scales - 4 * (-scales // _SCALES) if config.bnb_4bit_use_double_quant else 4 * scales
+            )
             bits, stored = 4.0, config.bnb_4bit_quant_storage
             self._compute = config.bnb_4bit_compute_dtype
-            self.register_buffer(
-                "scales", torch.empty(int(count * scale / _BLOCK / 8), dtype=torch.uint8), False
-            )
         else:
-            # LLM.int8 has one scale for each row.
-            self.register_buffer("scales", torch.empty(layer.out_features, dtype=torch.float32), False)
+            scale_bytes = 4 * rows
+        self.register_buffer("scales", torch.empty(scale_bytes, dtype=torch.uint8), False)
         # One column, as bitsandbytes packs them.
         packed = torch.empty(int(count * bits / 8 / stored.itemsize), 1, dtype=stored)
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -72,20 +76,22 @@ def _unpacked(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Ten
 
 
 def pack(model: Any, config: Any) -> None:
-    """Replace the linear layers of a model of transformers as loading it with `config` does: all but its head and what
-    `llm_int8_skip_modules` names. Raises ModelError for another way to quantize.
+    """Replace the layers of a model of transformers that loading it with `config` packs, as transformers chooses them.
+    Raises ModelError for another way to quantize.
     """
     if type(config).__name__ != "BitsAndBytesConfig":
         raise ModelError(
             f"a plan of weights quantized by {type(config).__name__} is not built, only by BitsAndBytesConfig; leave "
             "the quantization out"
         )
-    head = model.get_output_embeddings()
-    skipped = tuple(config.llm_int8_skip_modules or ())
-    for name, module in list(model.named_modules()):
-        for child, layer in list(module.named_children()):
-            path = f"{name}.{child}" if name else child
-            if type(layer) is nn.Linear and layer is not head and not any(part in path for part in skipped):
-                setattr(module, child, FewBitsLinear(layer, config))
+    library = require("transformers.quantizers", "look at a model")
+    is_packed = require("transformers.quantizers.quantizers_utils", "look at a model").should_convert_module
+    kept = library.AutoHfQuantizer.from_config(config).get_modules_to_not_convert(
+        model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
+    )
+    kinds = (nn.Linear, require("transformers.pytorch_utils", "look at a model").Conv1D)
+    for name, layer in list(model.named_modules()):
+        if type(layer) in kinds and is_packed(name, kept):
+            model.set_submodule(name, FewBitsLinear(layer, config))
     model.quantization_method = "bitsandbytes"
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = bool(config.load_in_4bit), bool(config.load_in_8bit)
