@@ -156,19 +156,9 @@ class LeanHead:
         made: list[Tensor] = []
 
         def made_of(hidden: Tensor) -> Tensor:
-            if hidden.shape[:-1] != targets.shape:
-                raise InexactLossError(
-                    f"its head gets {tuple(hidden.shape)} for targets of {tuple(targets.shape)}"
-                )
-            places = _places(targets.flatten())
-            states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
-            weight, bias, split = _parts_of(core, head)
-            result, *others = compute(states, weight, bias, wanted, split=split)
-            if not result.dim():
-                figures.append(tuple(others))
-                return result.reshape((1,) * hidden.ndim)
-            figures.append(tuple(_spread(values, places, targets) for values in others))
-            return _spread(result, places, targets)
+            result, *others = _computed(compute, hidden, targets, *_parts_of(core, head))
+            figures.append(tuple(others))
+            return result
 
         def instead(hidden: Tensor) -> Tensor:
             if made:
@@ -364,6 +354,27 @@ def _is_precise(head: nn.Linear) -> bool:
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
+
+
+def _computed(
+    compute: Callable[..., tuple[Tensor, ...]],
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: TensorSplit,
+) -> tuple[Tensor, ...]:
+    """What `compute` makes of hidden states and their targets: of values in the shape of these; of sums as they are,
+    but for the first, which has as many axes as hidden states.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise InexactLossError(f"its head gets {tuple(hidden.shape)} for targets of {tuple(targets.shape)}")
+    places = _places(targets.flatten())
+    states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
+    result, *others = compute(states, weight, bias, wanted, split=split)
+    if not result.dim():
+        return result.reshape((1,) * hidden.ndim), *others
+    return tuple(_spread(values, places, targets) for values in (result, *others))
 
 
 def _places(targets: Tensor) -> Tensor | slice:
