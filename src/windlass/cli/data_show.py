@@ -63,7 +63,8 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
     problems = draft.problems
     data: DataSpec = checked_section(DataSpec, draft.section("data"), ("data",), draft, problems)
     refuse(problems)
-    given = dict(_option(word) for word in overrides if word not in of_data)
+    own = (parse_override(word) for word in overrides if word not in of_data)
+    given = {".".join(keys): value for keys, value in own}
     name = given.pop("tokenizer", None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(Problem("tokenizer", name, "must be a name or a folder; quote it to make it text"))
@@ -72,11 +73,6 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
     rows = tuning_rows(read_records(path, data), data)
     return DataSource({"train": SourceSplit(rows, options)}, None if name is None else load_tokenizer(name))
-
-
-def _option(word: str) -> tuple[str, Any]:
-    keys, value = parse_override(word)
-    return ".".join(keys), value
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +89,6 @@ _BAR = 40
 
 
 def prepare_command(options: argparse.Namespace) -> int:
-    """Prepare each split, and print its counts and the lengths of its rows."""
     source = open_source(options.source, options.overrides)
     if isinstance(source, Recipe):
         fix = "tokenizes its text when training starts, which reads nothing that was prepared; use task sft"
@@ -133,7 +128,6 @@ _Split = TypeVar("_Split")
 
 
 def show_command(options: argparse.Namespace) -> int:
-    """Print some samples of a dataset, and what the marks mean."""
     source = open_source(options.source, options.overrides, tiny=options.tiny)
     if isinstance(source, Recipe):
         _print_samples(source, options)

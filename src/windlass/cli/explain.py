@@ -8,7 +8,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from windlass.cli.command_line import CommandParser, answer, names_and_overrides
@@ -47,6 +47,10 @@ class Explanation:
     name: str
     value: Any
     facts: list[tuple[str, str | list[str]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if is_dataclass(self.value):  # a section
+            self.value = asdict(self.value)  # type: ignore[arg-type]
 
     def add(self, word: str, said: str | list[str] | None) -> None:
         """Add a fact, unless there is nothing to say."""
@@ -162,10 +166,7 @@ class GivenRecipe:
         """Return the value of a key; None below a section that is absent."""
         if argument.is_training:
             return {name: value for name, value, _ in describe(self.training)}[argument.keys[-1]]
-        value: Any = self.recipe
-        for name in argument.keys:
-            value = getattr(value, name, None)
-        return value
+        return argument.value_in(self.recipe)
 
     def has(self, argument: Argument) -> bool:
         """Return True if the task of the recipe reads a key, and the recipe has its section."""
