@@ -196,7 +196,7 @@ def test_it_is_undone_for_a_declared_loss(cls: type[Trainer], folder: Path) -> N
 
 
 class InSomeUpdates(Whole):
-    """The step divides where there are several micro-batches: by their number."""
+    """The step divides if there are several micro-batches: by their number."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         inputs = self._prepare_inputs(inputs)
