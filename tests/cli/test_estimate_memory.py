@@ -13,9 +13,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, ViTConfig
 
 from windlass.checkpoint.store import Store
 from windlass.cli.command_line import in_words
-from windlass.cli.estimate_memory import build_empty, build_whole, estimate
+from windlass.cli.estimate_memory import Training, build_empty, build_whole, estimate, plan_training
 from windlass.cli.main import main
-from windlass.cli.training_memory import Training, plan_training
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100,

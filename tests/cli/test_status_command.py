@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -256,6 +258,30 @@ def test_ps_lists_runs_beside_one_that_cannot_be_read(run: Path, capsys: pytest.
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["runs"]] == ["run"]
     assert "other cannot be read" in found["unreadable"][0]
+
+
+def test_ps_lists_runs_beside_a_folder_that_cannot_be_entered(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one that may be listed, and not entered, the names are known and nothing else."""
+    with tempfile.TemporaryDirectory() as place:  # which another user may enter, as root may enter all
+        os.chmod(place, 0o755)
+        shutil.copytree(run, Path(place) / "run")
+        (Path(place) / "other" / "inner").mkdir(parents=True)
+        os.chmod(Path(place) / "other", 0o444)
+        assert main(["ps", place]) == 0, "imports what the other user may not read"
+        capsys.readouterr()
+        user = os.getuid()
+        os.setresuid(user or 65534, user or 65534, -1)  # the saved one stays, to which this process returns
+        try:
+            code = main(["ps", place])
+        finally:
+            os.setresuid(user, user, -1)
+        os.chmod(Path(place) / "other", 0o755)
+    shown = capsys.readouterr()
+    assert code == 0
+    assert "finished" in shown.out
+    assert f"{place}/other cannot be searched: Permission denied" in shown.err
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

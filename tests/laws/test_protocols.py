@@ -12,7 +12,6 @@ import pytest
 from tests.laws.source import Module, modules, nodes
 
 UNSEEN = {
-    "Engine": "modules implement it: local, slurm and ray in cli/launching",
     "ActiveLoader": "PreparedLoader has its batch_size from PyTorch's DataLoader, and scripts write such loaders",
 }
 

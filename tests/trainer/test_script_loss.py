@@ -175,17 +175,6 @@ def test_of_a_compiled_model_it_is_not_known_if_the_count_is_read(cls: type[Trai
         saving(cls, folder, **compiled).train()
 
 
-def test_a_number_of_micro_batches_is_not_to_be_divided_by(folder: Path, capfd: Any) -> None:
-    class Divides(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            loss = model(**inputs)["loss"] / self.args.gradient_accumulation_steps
-            return (loss, {}) if return_outputs else loss
-
-    args = TrainingArguments(**{**options(folder, 2, 2), "log_level": "warning", "max_steps": 1})
-    Divides(PlainModel(), args, train_dataset=ROWS, data_collator=collate).train()
-    assert "it must not divide by that number" in capfd.readouterr().err
-
-
 def test_names_are_found_in_the_code_that_a_script_owns() -> None:
     def helper() -> None:
         WORLD_SIZE  # type: ignore[name-defined]  # noqa: B018, F821

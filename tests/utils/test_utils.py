@@ -22,6 +22,7 @@ import windlass
 import windlass.utils as ours
 from windlass.compat.refused_names import WHY
 from windlass.compat.state import AcceleratorState
+from windlass.config.parallel.sources import from_environment
 from windlass.core.errors import ConfigError
 
 
@@ -265,3 +266,22 @@ def test_the_notebook_callback_has_two_names() -> None:
     from windlass.utils.notebook import NotebookProgressCallback
 
     assert NotebookProgressCallback is windlass.NotebookProgressCallback
+
+
+def test_reading_weights_on_one_process_is_chosen_by_the_variables_of_accelerate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "")  # restored afterwards, also if it was absent
+        monkeypatch.delenv(name)
+
+    def chosen() -> dict[str, Any]:
+        return {key: setting.value for key, setting in from_environment(os.environ).items()}
+
+    ours.enable_fsdp_ram_efficient_loading()
+    assert chosen() == {"strategy": "fsdp", "fsdp.cpu_ram_efficient_loading": True}
+    ours.disable_fsdp_ram_efficient_loading()
+    assert chosen() == {"strategy": "fsdp", "fsdp.cpu_ram_efficient_loading": False}
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    ours.enable_fsdp_ram_efficient_loading()
+    assert os.environ["ACCELERATE_USE_FSDP"] == "false"

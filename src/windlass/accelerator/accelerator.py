@@ -73,6 +73,7 @@ from windlass.core.module_state import bare, state_of
 from windlass.core.outside import load_outside
 from windlass.core.redact import redact_value, redacted_argv
 from windlass.core.types import Stateful
+from windlass.core.watched_numbers import micro_batch_count
 from windlass.core.world import World, world_from_environment
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.skip import skip_first_batches
@@ -681,7 +682,7 @@ class Accelerator(Ranks):
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one update."""
-        return self.gradient_state.num_steps
+        return micro_batch_count(self.gradient_state.num_steps)
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:

@@ -15,8 +15,8 @@ from windlass.config.enums import DistributedType, distributed_type_of
 from windlass.core.device import backend_for, choose_device, make_current
 from windlass.core.errors import DataError
 from windlass.core.output import STDOUT
-from windlass.core.process_count import process_count
 from windlass.core.trees import mapping_like
+from windlass.core.watched_numbers import process_count
 from windlass.core.world import World
 from windlass.data.dealt_rows import share
 from windlass.dist.gang import Gang, leave

@@ -20,7 +20,6 @@ _PROMPT = "> "
 
 
 def chat_command(words: list[str]) -> int:
-    """Answer lines until the input ends, and return the exit code."""
     options = build_parser().parse_args(words)
     system = typed_text(lambda: options.system or "")
     with Activity("loading the model"):

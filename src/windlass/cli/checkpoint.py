@@ -10,7 +10,6 @@ from windlass.config.sections.fields import TRAINED_SCHEME
 
 
 def checkpoint_command(words: list[str]) -> int:
-    """Run one of the commands, and return the exit code."""
     options = build_parser().parse_args(words)
     module, function, _ = _COMMANDS[options.action]
     return int(getattr(importlib.import_module(f"windlass.cli.{module}"), function)(options))

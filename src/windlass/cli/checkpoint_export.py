@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from windlass.core.output import one_line, say
 
 
 def export_command(options: argparse.Namespace) -> int:
-    """Export the tensors of a checkpoint, and return the exit code."""
     target = at_home(options.target)
     form = options.format or ("safetensors" if target.suffix == ".safetensors" else "hf")
     how = _export_options(options, form)
@@ -71,34 +71,33 @@ def _export_options(options: argparse.Namespace, form: str) -> ExportOptions:
     return ExportOptions(options.tensors, dtype, limit, options.force)
 
 
-def _merge_problems(options: argparse.Namespace, form: str) -> list[Problem]:
-    problems = []
-    if options.base is not None and not options.merge:
-        problems.append(Problem("--base", options.base, "names the base of a merge; add --merge"))
-    if options.merge and form != "hf":
-        fix = "writes a folder for from_pretrained; name a folder as TARGET"
-        problems.append(Problem("--merge", options.target, fix))
-    if options.merge and options.force:
+_NEEDS_FOLDER = "writes a folder for from_pretrained; name a folder as TARGET"
+
+
+def _merge_problems(options: argparse.Namespace, form: str) -> Iterator[Problem]:
+    if not options.merge:
+        if options.base is not None:
+            yield Problem("--base", options.base, "names the base of a merge; add --merge")
+        return
+    if form != "hf":
+        yield Problem("--merge", options.target, _NEEDS_FOLDER)
+    if options.force:
         fix = "a merge writes into a new folder only: leave it out, and name another or remove the earlier result"
-        problems.append(Problem("--force", True, fix))
-    if options.merge and options.tensors == "optimizer":
-        problems.append(Problem("--merge", True, "merges weights; leave out --tensors"))
-    return problems
+        yield Problem("--force", True, fix)
+    if options.tensors == "optimizer":
+        yield Problem("--merge", True, "merges weights; leave out --tensors")
 
 
-def _quantize_problems(options: argparse.Namespace, form: str) -> list[Problem]:
+def _quantize_problems(options: argparse.Namespace, form: str) -> Iterator[Problem]:
     scheme = options.quantize
     if scheme is None:
-        return []
-    problems = []
+        return
     if scheme not in (*QAT_SCHEMES, TRAINED_SCHEME):
-        problems.append(Problem("--quantize", scheme, f"use one of {', '.join(QAT_SCHEMES)}"))
+        yield Problem("--quantize", scheme, f"use one of {', '.join(QAT_SCHEMES)}")
     if form != "hf":
-        fix = "writes a folder for from_pretrained; name a folder as TARGET"
-        problems.append(Problem("--quantize", scheme, fix))
+        yield Problem("--quantize", scheme, _NEEDS_FOLDER)
     if options.merge:
         fix = "rounds the weights of a whole model: merge the adapter into a folder first, and export that"
-        problems.append(Problem("--quantize", scheme, fix))
+        yield Problem("--quantize", scheme, fix)
     if options.tensors == "optimizer":
-        problems.append(Problem("--quantize", scheme, "rounds weights; leave out --tensors"))
-    return problems
+        yield Problem("--quantize", scheme, "rounds weights; leave out --tensors")

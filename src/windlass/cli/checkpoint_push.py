@@ -20,7 +20,6 @@ from windlass.trainer.card import CARD, of_checkpoint, write_card
 
 
 def push_command(options: argparse.Namespace) -> int:
-    """Verify and publish, and return the exit code."""
     folder = local_path(options.folder)
     strategy = (
         "every_save" if options.model_only else "all_checkpoints" if options.own_folder else "checkpoint"
@@ -71,7 +70,7 @@ def _connected(publisher: Publisher) -> Publisher:
 
 def _model(folder: Path) -> list[str]:
     """The files of the final model that a run saved beside its checkpoints; empty if there is none."""
-    if is_one_checkpoint(folder) or not folder.is_dir():
+    if is_one_checkpoint(folder):
         return []
     try:
         return model_files(open_folder(folder)) or []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import re
@@ -156,7 +157,14 @@ def folders_below(root: Path) -> Iterator[Path]:
         outside.add(real)
         return not known
 
-    for place, folders, _ in os.walk(root, onerror=_report_unlisted, followlinks=True):
+    def report(error: OSError) -> None:
+        say(one_line(f"{error.filename} cannot be searched: {error.strerror}"), error=True)
+
+    for place, folders, _ in os.walk(root, onerror=report, followlinks=True):
+        if not os.access(place, os.X_OK):  # its names are listed, and nothing of them can be read
+            report(PermissionError(errno.EACCES, os.strerror(errno.EACCES), place))
+            folders.clear()
+            continue
         yield Path(place)
         # In place, because `os.walk` reads this list; sorted, because systems list folders in any order.
         folders[:] = [
@@ -164,10 +172,6 @@ def folders_below(root: Path) -> Iterator[Path]:
             for name in sorted(folders)
             if not name.startswith((".", "checkpoint-", "replaced-")) and is_new(os.path.join(place, name))
         ]
-
-
-def _report_unlisted(error: OSError) -> None:
-    say(one_line(f"{error.filename} cannot be searched: {error.strerror}"), error=True)
 
 
 def answer(options: argparse.Namespace, facts: Any, lines: Iterable[str], code: int = 0) -> int:

@@ -183,12 +183,6 @@ not chance. A Trainer writes into a temporary folder, saves after the second upd
 
 
 def compare_command(words: Sequence[str]) -> int:
-    """Run a script both ways and print what differs; return the exit code.
-
-    Raises:
-        ConfigError: there is no such script, or the number of updates is not positive.
-        WindlassError: a run failed, or ended before its first update.
-    """
     options = build_parser().parse_args(words)
     check_script(options.script)
     if options.updates < 1:
@@ -327,7 +321,6 @@ def _facts(
     why: str,
     farthest: tuple[str, float] | None,
 ) -> dict[str, Any]:
-    """Return the comparison for programs."""
     names = {"rates": "learning_rate", "norm": "gradient_norm", "digests": "weights"}
     return {
         "first_difference": why,

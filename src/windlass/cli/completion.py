@@ -27,7 +27,6 @@ _FOLDERS = ("DIR", "RUN")
 
 
 def completion_command(words: Sequence[str]) -> int:
-    """Print the script of one shell; return the exit code."""
     options = build_parser().parse_args(words)
     shtab = require("shtab", "print completions")
     whole = main.build_parser()

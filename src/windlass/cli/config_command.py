@@ -127,7 +127,6 @@ def _devices() -> int:
 
 
 def config_command(words: list[str]) -> int:
-    """Write or update a launch file, and return the exit code."""
     options = build_parser().parse_args(words)
     named = options.config_file
     if named == "":
@@ -178,7 +177,6 @@ def build_parser() -> CommandParser:
 
 
 def asked(prompt: LinePrompter) -> Settings:
-    """Ask all questions, and return the settings."""
     answers: Answers = {}
     for question in QUESTIONS:
         if question.when(answers):

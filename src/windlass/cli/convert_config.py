@@ -48,7 +48,6 @@ def build_parser() -> CommandParser:
 
 
 def convert_command(arguments: Sequence[str]) -> int:
-    """Run `windlass convert-config`, and return the exit code."""
     options = build_parser().parse_intermixed_args(list(arguments))
     path, output = Path(options.file), options.output
     if output is not None and output.exists() and output.samefile(path):

@@ -6,7 +6,6 @@ from windlass.cli.command_line import CommandParser
 
 
 def data_command(words: list[str]) -> int:
-    """Run one of the commands, and return the exit code."""
     parser = build_parser()
     options, rest = parser.parse_known_args(words)
     # argparse collects positional arguments up to the first option only.

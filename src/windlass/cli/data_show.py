@@ -93,7 +93,6 @@ _BAR = 40
 
 
 def prepare_command(options: argparse.Namespace) -> int:
-    """Prepare each split, and print its counts and the lengths of its rows."""
     source = open_source(options.source, options.overrides)
     if isinstance(source, Recipe):
         fix = "tokenizes its text when training starts, which reads nothing that was prepared; use task sft"
@@ -133,7 +132,6 @@ _Split = TypeVar("_Split")
 
 
 def show_command(options: argparse.Namespace) -> int:
-    """Print some samples of a dataset, and what the marks mean."""
     source = open_source(options.source, options.overrides, tiny=options.tiny)
     if isinstance(source, Recipe):
         _print_samples(source, options)

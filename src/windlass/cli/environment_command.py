@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
 from windlass import __version__
 from windlass.callbacks.run_record import environment
 from windlass.cli.command_line import CommandParser, answer
-from windlass.config.parallel.keys import merge
-from windlass.config.parallel.sources import from_environment
+from windlass.cli.launching.launch import launch_settings
 from windlass.core.errors import ConfigError
 from windlass.core.optional import DISTRIBUTION, require, version_of
-from windlass.recipes.from_files import find_file, from_file
+from windlass.recipes.from_files import find_file
 
 
 def environment_command(words: list[str]) -> int:
-    """Print versions, devices, and the settings of a launch; return the exit code."""
     options = build_parser().parse_args(words)
     require("torch", "train")
     facts: dict[str, object] = {name: value for name, value in environment().items() if name != "command"}
@@ -46,7 +45,7 @@ def _launch_facts() -> dict[str, object]:
     path, _ = find_file(os.environ)
     facts: dict[str, object] = {"launch file": path or "none; `windlass config` writes one"}
     try:
-        settings = merge(from_environment(os.environ), *([from_file(path)] if path else []))
+        settings = launch_settings(argparse.Namespace(), os.environ)
     except ConfigError as error:
         return facts | {"launch settings": error}
     facts |= {

@@ -34,14 +34,6 @@ Measure a trained model on tasks of EleutherAI's lm_eval, and print a table of i
 
 
 def evaluate_command(words: Sequence[str]) -> int:
-    """Print the metrics of a model on tasks; return the exit code.
-
-    Raises:
-        MissingDependencyError: lm_eval is not installed.
-        ConfigError: an option has a wrong value, or there is no such task.
-        CheckpointError: there is no such model. ModelError: it is not a language model, or has no tokenizer.
-        DataError: a task cannot be loaded.
-    """
     options = build_parser().parse_args(words)
     refuse(_problems(options))
     # What can be wrong is checked before tasks are loaded, which may download gigabytes.
@@ -180,7 +172,6 @@ def _open(name: str, options: argparse.Namespace, device: torch.device | None) -
 
 
 def _facts(name: str, options: argparse.Namespace, model: Any, found: Sequence[Score]) -> dict[str, Any]:
-    """Return the results for programs."""
     return {
         "schema": SCHEMA,
         "model": name,

@@ -162,10 +162,7 @@ class GivenRecipe:
         """Return the value of a key; None below a section that is absent."""
         if argument.is_training:
             return {name: value for name, value, _ in describe(self.training)}[argument.keys[-1]]
-        value: Any = self.recipe
-        for name in argument.keys:
-            value = getattr(value, name, None)
-        return value
+        return argument.value_in(self.recipe)
 
     def has(self, argument: Argument) -> bool:
         """Return True if the task of the recipe reads a key, and the recipe has its section."""

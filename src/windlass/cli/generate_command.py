@@ -7,7 +7,6 @@ from windlass.core.activity import Activity
 
 
 def generate_command(words: list[str]) -> int:
-    """Print what the model writes, and return the exit code."""
     options = build_parser().parse_args(words)
     # Before the model is loaded: who types the text need not wait for it.
     text = typed_text(lambda: standard_input().read() if options.prompt == "-" else options.prompt)

@@ -15,7 +15,6 @@ from windlass.recipes.built_in_recipes import ENDINGS, built_in
 
 
 def init_command(words: list[str]) -> int:
-    """Copy a recipe, and return the exit code."""
     options = build_parser().parse_args(words)
     source = built_in(options.name)
     target = options.path or Path(source.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -37,14 +38,12 @@ the process that failed first, 128 + the signal if it was killed.
 
 
 def launch_command(words: Sequence[str]) -> int:
-    """Launch the job of a command line, and return its exit code."""
     options = build_parser().parse_args(words)
     with Activity("preparing the launch"):
         # Torch's store warns with C++ stacks when another machine has gone; the report has it in one line. The level of
         # the processes does not change.
         with environment_of(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
             require("torch", "launch")
-            from windlass.cli.launching.engines import engine
             from windlass.cli.launching.launch import resolve_launch
         plan = resolve_launch(options, os.environ, this_machine())
         # Without the script's arguments, which may hold secrets.
@@ -55,11 +54,12 @@ def launch_command(words: Sequence[str]) -> int:
         if options.compat:
             added |= load_outside("imports of other libraries").environment(os.environ)
         plan = replace(plan, environment={**plan.environment, **added})
-        chosen = engine(plan.engine)
+        # One for each engine: `run` starts the job and returns its exit code; `show` returns the job as text.
+        engine = importlib.import_module(f"windlass.cli.launching.{plan.engine}")
     if options.print:
-        say(chosen.show(plan))
+        say(engine.show(plan))
         return 0
-    return chosen.run(plan)
+    return int(engine.run(plan))
 
 
 def build_parser() -> CommandParser:

@@ -81,7 +81,8 @@ def _left_to_launcher(error: WindlassError) -> bool:
     return True
 
 
-# Commands that parse their arguments themselves: module, function, and help. A module has a `build_parser()` as well.
+# Module, function, and help. A function takes the words after the command and returns the exit code; a module has a
+# `build_parser()` as well.
 COMMANDS = {
     "train": ("train_command", "train_command", "train a model as a recipe configures it"),
     "recipes": ("recipes_command", "recipes_command", "list the built-in recipes"),

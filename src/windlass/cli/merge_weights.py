@@ -7,7 +7,6 @@ from windlass.core.errors import CheckpointError, ConfigError, Problem
 
 
 def merge_weights_command(words: list[str]) -> int:
-    """Merge one checkpoint, and return the exit code."""
     options = build_parser().parse_args(words)
     if options.unsafe_serialization:
         fix = "weights are written as safetensors only; leave it out"

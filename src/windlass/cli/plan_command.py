@@ -38,7 +38,6 @@ _USUAL = "h100"
 
 
 def plan_command(words: list[str]) -> int:
-    """Print the plan of a recipe or a script; return the exit code."""
     # A second "--" is the script's own.
     own = words[: words.index("--")] if "--" in words else words
     options, rest = build_parser().parse_known_args(own)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.cli.command_line import in_words
@@ -48,17 +48,11 @@ class Looks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A layout that was looked at.
-
-    Attributes:
-        peak: bytes of a rank; None: the run refuses it.
-        held: bytes at the peak, by what divides them.
-    """
+    """A layout that was planned."""
 
     layout: Layout
-    peak: int | None
-    refused: str = ""
-    held: dict[str, int] = field(default_factory=dict)
+    peak: int | None  # bytes of a rank; None of an estimate
+    held: dict[str, int]  # bytes at the peak, by what divides them
 
     def least(self, other: Layout) -> int:
         """What `other` needs at least: no more of this one's memory than it divides further is saved.
@@ -76,15 +70,6 @@ class Tried:
     def _part(self, kind: str, other: Layout) -> int:
         mine, its = self.layout.divisors[kind], other.divisors[kind]
         return self.held.get(kind, 0) * min(mine, its) // its
-
-    def lines(self, cost: float, room: int) -> Iterator[str]:
-        """What is printed of it; `cost` is relative to that of the cheapest."""
-        if self.peak is None:
-            text = f"{self.layout.name}: refused: {self.refused}"
-            yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="      ")
-            return
-        fits = "fits" if self.peak <= room else "does not fit"
-        yield f"  {self.layout.name:<42}{cost:>8.2f}{in_words(self.peak):>13}  {fits}"
 
 
 def find_layout(
@@ -130,14 +115,14 @@ def _held(trace: Trace) -> dict[str, int]:
 class _Search:
     def __init__(self, looks: Looks, size: Size, devices: Devices, say: Callable[[str], None]) -> None:
         self._looks, self._devices, self._say = looks, devices, say
-        self._tried = [Tried(Layout(), None, held={"state": size.held})]
+        self._tried = [Tried(Layout(), None, {"state": size.held})]
         # What a run refuses whatever else a layout asks for, and why.
         self._refused: dict[frozenset[str], str] = {}
         self._skipped: Counter[frozenset[str]] = Counter()
         self._too_large = 0
 
     def look(self, layout: Layout, cost: float) -> Trace | None:
-        """The trace of a layout that fits; None for any other."""
+        """The trace of a layout that fits; None for any other. `cost` is relative to that of the cheapest."""
         for asked in self._refused:
             if asked <= _asked(layout):
                 self._skipped[asked] += 1
@@ -145,18 +130,21 @@ class _Search:
         if max(each.least(layout) for each in self._tried) > self._devices.room:
             self._too_large += 1
             return None
-        trace = None
         try:
             trace = Trace.from_dict(apart(lambda: self._looks.trace(layout).to_dict()))
         except (ConfigError, ModelError) as error:
-            found = Tried(layout, None, _reason(error))
             self._blame(layout, error)
-        else:
-            found = Tried(layout, trace.peak[1].total, held=_held(trace))
-            self._tried.append(found)
-        for line in found.lines(cost, self._devices.room):
-            self._say(line)
-        return trace if found.peak is not None and found.peak <= self._devices.room else None
+            text = f"{layout.name}: refused: {_reason(error)}"
+            for line in textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="      "):
+                self._say(line)
+            return None
+        peak = trace.peak[1].total
+        self._tried.append(Tried(layout, peak, _held(trace)))
+        fits = peak <= self._devices.room
+        self._say(
+            f"  {layout.name:<42}{cost:>8.2f}{in_words(peak):>13}  {'fits' if fits else 'does not fit'}"
+        )
+        return trace if fits else None
 
     def _blame(self, layout: Layout, refusal: ConfigError | ModelError) -> None:
         """Ask the run about each axis of what it refused by itself, so that no other layout is planned in vain."""

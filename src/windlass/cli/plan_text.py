@@ -37,7 +37,8 @@ def memory_lines(forecast: Forecast) -> Iterator[str]:
     yield f"{'memory of a rank':<26}{'at the peak':>14}{'at most':>14}"
     for kind, (now, most) in forecast.kinds().items():
         yield f"  {kind:<24}{in_words(now):>14}{in_words(most):>14}"
-    yield f"  {'together':<24}{in_words(forecast.peak):>14}{_of_device(forecast):>14}".rstrip()
+    limit = "" if forecast.device is None else f"of {forecast.device[1].memory} GB"
+    yield f"  {'together':<24}{in_words(forecast.peak):>14}{limit:>14}".rstrip()
 
 
 def _update(forecast: Forecast) -> Iterator[str]:
@@ -56,12 +57,6 @@ def _update(forecast: Forecast) -> Iterator[str]:
         yield f"shown is rank {rank} (stage {stages}), the largest; rank 0 takes {in_words(peaks[0][1])}"
     if facts["layers"] is not None:
         yield f"{facts['layers'][1]} layers in {facts['layers'][0]}, of which few were run: the others add the same"
-
-
-def _of_device(forecast: Forecast) -> str:
-    if forecast.device is None:
-        return ""
-    return f"of {forecast.device[1].memory} GB"
 
 
 def _outside(forecast: Forecast) -> Iterator[str]:

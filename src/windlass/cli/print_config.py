@@ -36,10 +36,8 @@ _OFTEN_SET = (
 
 
 def render_config(recipe: Recipe, *, everything: bool = False) -> str:
-    """Return YAML from which an equal recipe is read, with a comment on each key.
-
-    Args:
-        everything: with all keys that the task reads and that have an effect, also those that are seldom set.
+    """Return YAML from which an equal recipe is read, with a comment on each key. `everything`: with all keys that the
+    task reads and that have an effect, also those that are seldom set.
     """
     what = "The complete recipe, defaults included" if everything else _USUAL
     known = {argument.keys: argument for argument in all_arguments(recipe.task)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from windlass.proofs.small_config import AxisLayout
 if TYPE_CHECKING:
     from windlass.cli.proving.proving_processes import EndedTraining, ProofVerdict
 
-EXIT_DIFFERS, EXIT_REFUSED = 1, 2
+_EXIT_CODES = {"equal": 0, "differs": 1, "failed": 1, "refused": 2}
 _WRONG = ("differs", "failed")
 _HELP = """\
 Prove that a layout of processes computes what one process computes. The recipe's model is made small, with the same
@@ -35,7 +35,6 @@ processes each axis is tried with 2. Exit code 0: equal; 1: something differs; 2
 
 
 def prove_command(words: list[str]) -> int:
-    """Prove one layout, print what came of it, and record it; return the exit code."""
     parser = build_parser()
     options = parser.parse_intermixed_args(words)
     names, overrides = names_and_overrides(options.words)
@@ -48,11 +47,12 @@ def prove_command(words: list[str]) -> int:
         fix = "there is nothing to compare on one process: give the sizes of axes, such as tp=2,cp=2"
         raise ConfigError(Problem("--layout", str(layout), fix))
     began = time.monotonic()
-    proof = prove(subject, layout, quiet=options.json)
-    found = {**proof.facts(subject, layout), "seconds": round(time.monotonic() - began, 1)}
-    code = answer(options, found, proof.lines(layout, found["seconds"]), proof.exit_code)
+    claim, verdicts = prove(subject, layout, quiet=options.json)
+    found = _facts(subject, layout, claim, verdicts)
+    found["seconds"] = round(time.monotonic() - began, 1)
+    code = answer(options, found, _lines(found), _EXIT_CODES[found["status"]])
     try:
-        write_record(proof.claim, found)
+        write_record(claim, found)
     except OSError as error:  # the answer took minutes
         say(f"the proof is not recorded, and runs will not find it: {error}", error=True)
     return code
@@ -75,73 +75,54 @@ def build_parser() -> CommandParser:
     return parser
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What came of a layout."""
-
-    claim: Claim  # what was tried
-    verdict: ProofVerdict  # of the layout as a whole
-    parts: tuple[ProofVerdict, ...]  # those of the layouts of some of its axes, which are tried if it differs
-
-    @property
-    def exit_code(self) -> int:
-        """0 if all is equal."""
-        return {"equal": 0, "refused": EXIT_REFUSED}.get(self.verdict.status, EXIT_DIFFERS)
-
-    @property
-    def smallest(self) -> ProofVerdict | None:
-        """The verdict of the smallest layout that is wrong; None if none is."""
-        wrong = [one for one in (*self.parts, self.verdict) if one.status in _WRONG]
-        return wrong[0] if wrong else None
-
-    def facts(self, subject: Subject, layout: AxisLayout) -> dict[str, Any]:
-        """What is printed for programs, and recorded."""
-        smallest = self.smallest
-        return {
-            "schema": SCHEMA,
-            "key": self.claim.key(),
-            "date": time.strftime("%Y-%m-%d"),
-            "recipe": subject.name,
-            "layout": str(layout),
-            "tried": str(self.claim.layout),
-            "proven": self.verdict.is_equal,
-            "status": self.verdict.status,
-            "axes": [] if smallest is None else smallest.layout.split(),
-            "difference": self._difference(),
-            "verdicts": [one.facts() for one in (self.verdict, *self.parts)],
-            "arguments": self.claim.facts,
-            "model": self.claim.config,
-            "versions": versions(),
-        }
-
-    def _difference(self) -> str:
-        smallest = self.verdict if self.smallest is None else self.smallest
-        if smallest.first is not None:
-            return str(smallest.first)
-        # A failure is followed by what the process printed; a refusal has its reason below its first line.
-        return smallest.detail if smallest.status == "refused" else smallest.detail.partition("\n")[0]
-
-    def lines(self, layout: AxisLayout, seconds: float) -> Iterator[str]:
-        """The end of what is printed for people."""
-        smallest, tried = self.smallest, self.claim.layout
-        instead = "" if tried == layout else f" (as {tried})"
-        if self.verdict.is_equal:
-            yield f"\nproven: layout {layout}{instead} computes what one process computes. {seconds:.0f} s"
-        elif smallest is None:
-            yield f"\nrefused: layout {layout}{instead}\n{self.verdict.detail}"
-        else:
-            axes = smallest.layout.split()
-            where = f"the axis is {axes[0]}" if len(axes) == 1 else f"the axes are {' with '.join(axes)}"
-            alone = "" if len(axes) == 1 else ", each of which is equal alone"
-            yield f"\nnot proven: layout {layout}{instead} does not compute what one process computes; {where}{alone}"
-            yield f"  first     {self._difference()}"
+def _facts(
+    subject: Subject, layout: AxisLayout, claim: Claim, verdicts: Sequence[ProofVerdict]
+) -> dict[str, Any]:
+    """Return what is printed for programs, and recorded."""
+    whole, *parts = verdicts
+    # The smallest layout that is wrong.
+    wrong = next((one for one in (*parts, whole) if one.status in _WRONG), None)
+    shown = wrong or whole
+    if shown.first is not None:
+        difference = str(shown.first)
+    else:  # a failure is followed by what the process printed; a refusal has its reason below its first line
+        difference = shown.detail if shown.status == "refused" else shown.detail.partition("\n")[0]
+    return {
+        "schema": SCHEMA,
+        "key": claim.key(),
+        "date": time.strftime("%Y-%m-%d"),
+        "recipe": subject.name,
+        "layout": str(layout),
+        "tried": str(claim.layout),
+        "proven": whole.is_equal,
+        "status": whole.status,
+        "axes": [] if wrong is None else wrong.layout.split(),
+        "difference": difference,
+        "verdicts": [asdict(one) for one in verdicts],
+        "arguments": claim.facts,
+        "model": claim.config,
+        "versions": versions(),
+    }
 
 
-def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
-    """Try a layout; if something differs, the layouts of some of its axes, until one of them is wrong.
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The end of what is printed for people."""
+    layout = found["layout"] + ("" if found["tried"] == found["layout"] else f" (as {found['tried']})")
+    axes = found["axes"]
+    if found["proven"]:
+        yield f"\nproven: layout {layout} computes what one process computes. {found['seconds']:.0f} s"
+    elif not axes:
+        yield f"\nrefused: layout {layout}\n{found['difference']}"
+    else:
+        where = f"the axis is {axes[0]}" if len(axes) == 1 else f"the axes are {' with '.join(axes)}"
+        alone = "" if len(axes) == 1 else ", each of which is equal alone"
+        yield f"\nnot proven: layout {layout} does not compute what one process computes; {where}{alone}"
+        yield f"  first     {found['difference']}"
 
-    Args:
-        quiet: print nothing on the way.
+
+def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> tuple[Claim, list[ProofVerdict]]:
+    """Try a layout; if something differs, the layouts of some of its axes, until one of them is wrong. Return what was
+    tried, and the verdicts on the whole and on those layouts.
     """
     from windlass.cli.proving.proving_processes import ProvingProcesses, judge
 
@@ -163,15 +144,14 @@ def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
             return verdict
 
         try:
-            parts: list[ProofVerdict] = []
-            verdict = judged(claim.layout)
-            for part in claim.layout.parts() if verdict.status in _WRONG else ():
-                parts.append(judged(part))
-                if parts[-1].status in _WRONG:
+            verdicts = [judged(claim.layout)]
+            for part in claim.layout.parts() if verdicts[0].status in _WRONG else ():
+                verdicts.append(judged(part))
+                if verdicts[-1].status in _WRONG:
                     break
         finally:
             processes.close()
-    return Proof(claim, verdict, tuple(parts))
+    return claim, verdicts
 
 
 def _row(verdict: ProofVerdict) -> str:

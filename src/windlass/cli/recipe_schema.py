@@ -36,7 +36,6 @@ _KINDS: dict[type, dict[str, Any]] = {
 
 
 def schema_command(words: list[str]) -> int:
-    """Print the schema, and return the exit code."""
     build_parser().parse_args(words)
     # Not `say`, which would redact the description of the key `hub_token`.
     STDOUT.write(json.dumps(recipe_schema(), indent=1, ensure_ascii=False) + "\n")

@@ -41,7 +41,6 @@ class SearchSpec:
 
 
 def search_command(options: argparse.Namespace) -> int:
-    """Train the trials that are missing, and return the exit code."""
     for flag in ("resume", "dry_run", "print_config"):
         if given := getattr(options, flag):
             fix = "has no meaning with --search, which continues by itself; leave it out"

@@ -11,7 +11,6 @@ windlass init NAME      copy one into a file of your own"""
 
 
 def recipes_command(words: list[str]) -> int:
-    """List the recipes, and return the exit code."""
     options = build_parser().parse_args(words)
     known = {name: described(name) for name in names()}
     facts = [{"name": name, "trains": what, "needs": needs} for name, (what, needs) in known.items()]

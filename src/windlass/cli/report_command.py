@@ -17,7 +17,6 @@ from windlass.core.output import say
 
 
 def report_command(words: list[str]) -> int:
-    """Write the report of runs, and print where it is; return the exit code."""
     options = build_parser().parse_args(words)
     run, *others = options.runs
     for one in options.runs:

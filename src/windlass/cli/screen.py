@@ -52,7 +52,6 @@ def _prepared(trainer: Any) -> str:
 
 
 def describe_run(parts: RecipeParts, trainer: Any) -> str:
-    """Return the sizes of model and data."""
     config = trainer.model.config
     size = count_elements(trainer.model.parameters())
     held = "no evaluation"

@@ -30,11 +30,7 @@ _CHECKPOINT = "a checkpoint is loaded as it was saved"
 
 
 def main(path: str | None = None) -> int:
-    """Run the checks; return 1 if one fails. The main process prints a line of each, or writes all into a JSON file.
-
-    Args:
-        path: of that file; None to print.
-    """
+    """Run the checks; return 1 if one fails. The main process prints a line of each, or writes all to `path`."""
     checks: dict[str, Callable[[], str | None]] = {
         "values reach every process": exchanges,
         "a replicated update equals that of one process": update,

@@ -18,7 +18,6 @@ _MOST_SHARES = 5
 
 
 def status_command(words: list[str]) -> int:
-    """Print the state of a run; return the exit code."""
     options = build_parser().parse_args(words)
     if options.schema:
         say(SCHEMA_FILE.read_text(encoding="utf-8").rstrip())

@@ -22,7 +22,6 @@ installation carries, in under two minutes on two CPU cores.
 
 
 def train_command(words: Sequence[str]) -> int:
-    """Train a model as a recipe configures it, or several in a search; return the exit code."""
     options = read_options(words)
     if options.search is not None:
         from windlass.cli.recipe_search import search_command

@@ -14,7 +14,6 @@ _PORT = 6070
 
 
 def ui_command(words: list[str]) -> int:
-    """Serve the page until it is interrupted; return the exit code."""
     options = build_parser().parse_args(words)
     with naming_a_slow_disk(options.folder):
         exists, is_folder = options.folder.exists(), options.folder.is_dir()
@@ -32,7 +31,6 @@ def ui_command(words: list[str]) -> int:
 
 
 def announce(address: str) -> None:
-    """Print where the page is."""
     # Not `say`, which hides tokens: this one is made for the person who reads it.
     STDOUT.write(f"serving {address}   (Ctrl-C ends it; the files of the runs are only read)\n")
     STDOUT.flush()

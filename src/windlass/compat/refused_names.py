@@ -78,11 +78,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "prepare_sagemager_args_inputs", "prepare_simple_launcher_cmd_env", "prepare_tpu", "set_numa_affinity",
     ),
     _SHARDING: (
-        "FSDP_MODEL_NAME", "compile_regions_fsdp2", "disable_fsdp_ram_efficient_loading",
-        "enable_fsdp_ram_efficient_loading", "ensure_weights_retied", "fsdp2_apply_ac", "fsdp2_canonicalize_names",
-        "fsdp2_load_full_state_dict", "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters",
-        "get_fsdp2_grad_scaler", "load_fsdp_model", "load_fsdp_optimizer", "merge_fsdp_weights", "save_fsdp_model",
-        "save_fsdp_optimizer",
+        "FSDP_MODEL_NAME", "compile_regions_fsdp2", "ensure_weights_retied", "fsdp2_apply_ac",
+        "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict", "fsdp2_prepare_model",
+        "fsdp2_switch_optimizer_parameters", "get_fsdp2_grad_scaler", "load_fsdp_model", "load_fsdp_optimizer",
+        "merge_fsdp_weights", "save_fsdp_model", "save_fsdp_optimizer",
     ),
     _OWN_NAMES: (
         "CheckpointManager", "OPTIMIZER_NAME", "PROFILE_PATTERN_NAME", "RNG_STATE_NAME", "SAMPLER_NAME", "SCALER_NAME",

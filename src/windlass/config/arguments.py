@@ -13,8 +13,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -37,9 +37,9 @@ from windlass.core.errors import refuse
 from windlass.core.locations import anchored, is_url, lies_in, working_folder
 from windlass.core.logs import log_levels, script_verbosity
 from windlass.core.outside import load_outside
-from windlass.core.process_count import process_count
 from windlass.core.redact import is_secret_name, redact_text
 from windlass.core.turns import main_process_first
+from windlass.core.watched_numbers import micro_batch_count, process_count
 from windlass.core.world import World, world_from_environment
 
 if TYPE_CHECKING:
@@ -445,3 +445,16 @@ def _made_of_nothing(cls: type[TrainingArguments]) -> TrainingArguments | None:
         return cls()
     except Exception:  # what a script's own code raises, such as a TypeError of `expanduser(self.output_dir)`
         return None
+
+
+@contextmanager
+def watched(args: TrainingArguments) -> Iterator[None]:
+    """Context of a call of a script's loss, which notes divisions by `args.gradient_accumulation_steps`."""
+    values = vars(args)  # no property, since subclasses may declare the field again
+    number = values["gradient_accumulation_steps"]
+    values["gradient_accumulation_steps"] = seen = micro_batch_count(number)
+    try:
+        yield
+    finally:
+        if values["gradient_accumulation_steps"] is seen:
+            values["gradient_accumulation_steps"] = number

@@ -237,11 +237,14 @@ class FineTuner(Trainer):
         """Loss, predictions and labels of one batch; the last two are None if only the loss is asked for."""
         given = self._services.loss.in_evaluation(self.count_targets, inputs)
         inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
+        script = self._services.loss.script
+        with torch.no_grad(), self.compute_loss_context_manager(), script.watching(self.args):
             if prediction_loss_only:
-                return without_gradient(self.compute_loss(model, inputs, **given)), None, None
+                loss = self.compute_loss(model, inputs, **given)
+                return without_gradient(script.undivided(loss)), None, None
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **given)
-        return without_gradient(loss), *self._evaluated(inputs, outputs)
+            loss = without_gradient(script.undivided(loss))
+        return loss, *self._evaluated(inputs, outputs)
 
     def _derived(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures of a report, with those that are computed from them."""

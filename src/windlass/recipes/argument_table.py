@@ -78,6 +78,13 @@ class Argument:
         ]
         return renamed + [name for name, old in OLD_NAMES.items() if old.new == self.keys[-1]]
 
+    def value_in(self, recipe: Recipe) -> Any:
+        """Return its value outside `training`; None below a section that is absent."""
+        value: Any = recipe
+        for name in self.keys:
+            value = getattr(value, name, None)
+        return value
+
     def values(self) -> tuple[str, ...]:
         """Return the words that it may be; empty if they are not listed."""
         rules, kinds = rules_in(self.field), self.kinds()

@@ -17,7 +17,6 @@ ENDINGS = (".yaml", ".yml")
 
 
 def names() -> list[str]:
-    """Return the names of the recipes, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 

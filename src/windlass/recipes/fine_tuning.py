@@ -55,24 +55,44 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     from windlass.finetuning.sft_trainer import SFTTrainer
 
     assert isinstance(args, SFTConfig)
-    recipe = parts.recipe
-    name, processing_class = recipe.model.name, parts.tokenizer
-    check_model_type(recipe.model)
+    check_model_type(parts.recipe.model)
     if holds_images(parts.train):
-        name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
-    elif name is None:
+        name, processor = image_model(parts.recipe, parts.tokenizer, args.seed)
+        return _tuned_trainer(SFTTrainer, name, parts, args, processor)
 
-        def preparation(tokenizer: Any, limits: ModelLimits) -> Prepare:
-            data = SFTData(args, tokenizer, None, own_collator=False, limits=limits)
-            packs = {"train": args.packing, "eval": args.packs_evaluation}
-            return lambda rows, name: data.prepare(rows, name, packs[name])
+    def preparation(tokenizer: Any, limits: ModelLimits) -> Prepare:
+        data = SFTData(args, tokenizer, None, own_collator=False, limits=limits)
+        packs = {"train": args.packing, "eval": args.packs_evaluation}
+        return lambda rows, name: data.prepare(rows, name, packs[name])
 
-        name = base_of(parts, args, parts.train, preparation)
-    return tuned_trainer(SFTTrainer, name, parts, args, build_adapter(recipe), processing_class)
+    name = parts.recipe.model.name or base_of(parts, args, parts.train, preparation)
+    return _tuned_trainer(SFTTrainer, name, parts, args, parts.tokenizer)
 
 
-def tuned_trainer(
-    kind: Any, model: Any, parts: RecipeParts, args: TuningConfig, adapter: Any, processing_class: Any
+def build_preference_trainer(
+    kind: Any, parts: RecipeParts, args: TrainingArguments, adapter_task: str
+) -> Any:
+    """As `build_sft_trainer`, of the class `kind`. `adapter_task`: what peft calls the task of the model."""
+    from windlass.finetuning.tuning_config import TuningConfig
+
+    assert isinstance(args, TuningConfig)
+    check_model_type(parts.recipe.model)
+
+    def preparation(tokenizer: Any, limits: ModelLimits) -> Prepare:
+        prepare: Prepare = kind.preparation(args, tokenizer, limits).prepare
+        return prepare
+
+    name = parts.recipe.model.name or base_of(parts, args, chosen_answers(parts.train), preparation)
+    return _tuned_trainer(kind, name, parts, args, parts.tokenizer, adapter_task)
+
+
+def _tuned_trainer(
+    kind: Any,
+    model: Any,
+    parts: RecipeParts,
+    args: TuningConfig,
+    processing_class: Any,
+    adapter_task: str = "CAUSAL_LM",
 ) -> Any:
     """Return a trainer of the class `kind` for a model or its name, which is loaded in the recipe's dtype."""
     from windlass.finetuning.base_model import few_bits
@@ -88,12 +108,12 @@ def tuned_trainer(
         train_dataset=parts.train,
         eval_dataset=parts.evaluation,
         processing_class=processing_class,
-        peft_config=adapter,
+        peft_config=build_adapter(recipe, adapter_task),
         quantization_config=recipe.quantization and few_bits(recipe.quantization, recipe.model.dtype),
     )
 
 
-def build_adapter(recipe: Recipe) -> Any:
+def build_adapter(recipe: Recipe, task: str = "CAUSAL_LM") -> Any:
     """The adapter's configuration; None without one. Raises ConfigError for keys and values that peft does not know,
     and for initial weights that the trainer would refuse.
     """
@@ -103,9 +123,7 @@ def build_adapter(recipe: Recipe) -> Any:
         return None
     peft = peft_library("train an adapter")
     try:
-        adapter = peft.LoraConfig(
-            **{"task_type": "CAUSAL_LM", "target_modules": "all-linear", **recipe.adapter}
-        )
+        adapter = peft.LoraConfig(**{"task_type": task, "target_modules": "all-linear", **recipe.adapter})
     except (TypeError, ValueError) as error:
         raise ConfigError(Problem("adapter", recipe.adapter, str(error))) from error
     refuse_beginnings(adapter, "adapter")
@@ -114,8 +132,8 @@ def build_adapter(recipe: Recipe) -> Any:
 
 def new_base(spec: BaseSpec, tokenizer: Any) -> Any:
     """The small base with new weights."""
-    text, config = TextShape(tokenizer, spec.block_size, "base.block_size"), base_config(spec.config)
-    return build_model(ModelSpec(config=config), "AutoModelForCausalLM", [], text.implied_config(), text)
+    text = TextShape(tokenizer, spec.block_size, "base.block_size")
+    return build_model(ModelSpec(config=base_config(spec.config)), "AutoModelForCausalLM", [], {}, text)
 
 
 # --- the base ---------------------------------------------------------------------------------------------------------
@@ -331,13 +349,7 @@ def _train_base(
 
 
 def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:
-    """Read the rows of a recipe, and load or train its tokenizer. Raises DataError, ConfigError or ModelError, with the
-    file, the line or the key.
-
-    Args:
-        seed: of what is held out.
-        saved_tokenizer: checkpoint with the tokenizer of a resumed run.
-    """
+    """Read the rows of a recipe, and load or train its tokenizer; see `Task.build_parts`."""
     train, held = (
         tuning_rows(found, recipe.data) for found in load_records(recipe.data, seed, cut_texts=False)
     )
@@ -370,31 +382,3 @@ def _chosen(rows: LocatedRows) -> Iterator[tuple[dict[str, Any], str]]:
             yield {"messages": chosen}, place
         elif isinstance(chosen, str):
             yield {"prompt": "", "completion": chosen}, place
-
-
-def build_preference_trainer(
-    kind: Any, parts: RecipeParts, args: TrainingArguments, adapter_task: str
-) -> Any:
-    """Return a trainer of the class `kind` for the recipe's model, or for a base that is trained now, unless it was
-    before.
-
-    Args:
-        adapter_task: what peft calls the task of the model.
-    """
-    from windlass.finetuning.tuning_config import TuningConfig
-
-    assert isinstance(args, TuningConfig)
-    recipe = parts.recipe
-    check_model_type(recipe.model)
-    name: Any = recipe.model.name
-    if name is None:
-        name = base_of(
-            parts,
-            args,
-            chosen_answers(parts.train),
-            lambda tokenizer, limits: kind.preparation(args, tokenizer, limits).prepare,
-        )
-    adapter = build_adapter(recipe)
-    if adapter is not None and "task_type" not in (recipe.adapter or {}):
-        adapter.task_type = adapter_task
-    return tuned_trainer(kind, name, parts, args, adapter, parts.tokenizer)

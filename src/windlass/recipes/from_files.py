@@ -63,7 +63,6 @@ def parse_file(path: Path) -> Mapping[str, Any]:
 
 
 def from_document(document: Mapping[str, Any], name: str) -> Settings:
-    """Read the settings of the parsed launch file `name`."""
     settings = Settings()
     for word, value in document.items():
         _top_level(settings, str(word), value, name)
@@ -71,7 +70,6 @@ def from_document(document: Mapping[str, Any], name: str) -> Settings:
 
 
 def without_unknown(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a launch file's document without unknown keys."""
     kept: dict[str, Any] = {}
     for word, value in document.items():
         if word in SECTIONS and isinstance(value, Mapping) and word not in UNBUILT_SECTIONS:

@@ -21,14 +21,8 @@ _TEMPLATE = (
 
 
 def image_model(recipe: Recipe, tokenizer: Any, seed: int) -> tuple[Any, Any]:
-    """Return the model, or its name, and the processor of a recipe on images.
-
-    Args:
-        tokenizer: of a new model.
-        seed: of its weights.
-
-    Raises:
-        ConfigError, ModelError: the model has no processor, or a new one cannot be built.
+    """Return the model, or its name, and the processor of a recipe on images; `tokenizer` and `seed` are those of a new
+    model. Raises ConfigError or ModelError if the model has no processor, or a new one cannot be built.
     """
     name = recipe.model.name
     if name is None:

@@ -72,7 +72,7 @@ def build_model(
     Args:
         auto_class: the class of transformers that loads or builds it.
         labels: names of the classes, in the order of their ids; empty without classes.
-        implied: defaults of a new model's config that follow from the data.
+        implied: defaults of a new model's config that follow from the data, besides those that follow from `text`.
         text: what a language model reads; None for images.
 
     Raises:
@@ -90,7 +90,8 @@ def build_model(
             text.check(model.config)
         return model
     assert spec.config is not None  # a task asks for one of the two
-    config = config_of(spec.config, {**implied, **head})
+    of_text = {} if text is None else text.implied_config()
+    config = config_of(spec.config, {**of_text, **implied, **head})
     if text is not None:
         text.check(config)
     try:
@@ -105,14 +106,9 @@ def check_model_type(spec: ModelSpec) -> None:
     """Raise ConfigError if the named model has another type than the recipe says, ModelError if it has no config."""
     if spec.name is None or spec.model_type is None:
         return
-    found = model_type_of(spec.name)
+    found = config_of_named(spec.name).model_type
     if found != spec.model_type:
         raise ConfigError(Problem("model.model_type", spec.model_type, f"{spec.name} is of type {found}"))
-
-
-def model_type_of(name: str) -> str:
-    """Return the type in the config of a named model. Raises ModelError if it cannot be read."""
-    return str(config_of_named(name).model_type)
 
 
 def config_of_named(name: str) -> Any:

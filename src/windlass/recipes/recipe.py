@@ -39,12 +39,6 @@ def training_fields() -> list[str]:
     return [argument.keys[-1] for argument in all_arguments() if argument.is_training]
 
 
-def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values of a `training` section whose keys have the same meaning for every task, or for none."""
-    of_tasks = set(training_fields()) - {item.name for item in fields(TrainingArguments)}
-    return {name: value for name, value in values.items() if name not in of_tasks}
-
-
 def coerced(values: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Convert text to the number or bool that a field requires."""
     return coerce(TASKS[task].arguments, values)
@@ -221,7 +215,8 @@ def check_draft(draft: RecipeDraft, *, opens_files: bool = True, asks_libraries:
     training = recipe.training
     if "task" in map(_dotted, problems):
         # Keys of the task that is meant would be compared with those of another.
-        training = common_fields(training)
+        of_tasks = set(training_fields()) - {item.name for item in fields(TrainingArguments)}
+        training = {name: value for name, value in training.items() if name not in of_tasks}
     problems += training_problems(training, recipe.task, draft)
     refuse(problems)
     if asks_libraries:
@@ -365,9 +360,7 @@ def _others(recipe: Recipe) -> Iterator[tuple[Argument, Any]]:
     for argument in all_arguments(recipe.task):
         if argument.is_training or argument.keys[0] == "parallel":
             continue
-        value: Any = recipe
-        for name in argument.keys:
-            value = getattr(value, name, None)
+        value = argument.value_in(recipe)
         if not is_dataclass(value) and value is not None and value != argument.default:
             yield argument, value
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from windlass.config.sections.setting import BELOW_ONE, Range, setting
+from windlass.config.values import members
 
 ENDINGS = {
     ".jsonl": "jsonl",
@@ -201,21 +202,20 @@ SHORTHANDS = {
     "parallel": "strategy",
 }
 
-# Sections that may be absent (null) and are still mappings when given.
-NESTED: dict[tuple[type, str], type] = {
-    (Recipe, "data"): DataSpec,
-    (DataSpec, "messages"): MessagesSpec,
-    (Recipe, "model"): ModelSpec,
-    (Recipe, "tokenizer"): TokenizerSpec,
-    (Recipe, "base"): BaseSpec,
-    (Recipe, "early_stopping"): EarlyStoppingSpec,
-    (Recipe, "sample"): SampleSpec,
-    (TokenizerSpec, "train"): TokenizerTraining,
-}
+
+def _nested(kind: type) -> Iterator[tuple[tuple[type, str], type]]:
+    for name, hint in get_type_hints(kind).items():
+        for inner in members(hint):
+            if isinstance(inner, type) and is_dataclass(inner):
+                yield (kind, name), inner
+                yield from _nested(inner)
+
+
+NESTED = dict(_nested(Recipe))
+"""Sections by the field that holds them. They may be absent (null) and are still mappings when given."""
 
 
 def field_names(kind: type) -> list[str]:
-    """Return the names of a section's fields, in order."""
     return [item.name for item in fields(kind)]
 
 

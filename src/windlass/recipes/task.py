@@ -11,15 +11,18 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from windlass.callbacks.report import ReportCallback
 from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import REPORT
 from windlass.core.output import shown
 from windlass.recipes.built_in_recipes import ROWS
+from windlass.recipes.marked_text import Marks
 from windlass.recipes.quiet import hide_loading_bars
 from windlass.recipes.schema import Recipe, RecipeParts
+from windlass.recipes.text_metrics import ACCURACY
+from windlass.text.trained_pieces import decoded
 
 if TYPE_CHECKING:
-    from windlass.recipes.marked_text import Marks
     from windlass.recipes.tuning_data import DataSource
 
 Conflict = tuple[str, object, str]  # dotted key, value, fix
@@ -74,12 +77,7 @@ class Task(ABC):
         """
 
     def build_model(self, parts: RecipeParts) -> Any:
-        """Return the model on the CPU; new weights are drawn from the current default generator.
-
-        Raises:
-            ConfigError: unknown or impossible keys in `model.config`, all at once.
-            ModelError: a named model that cannot be loaded.
-        """
+        """Return the model; see `modelling.build_model`."""
         raise NotImplementedError
 
     def collator(self, parts: RecipeParts, model: Any) -> Any:
@@ -90,8 +88,6 @@ class Task(ABC):
 
     def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
         """Return arguments that only this task's trainer is given, such as `compute_metrics`."""
-        from windlass.recipes.text_metrics import ACCURACY
-
         return ACCURACY if self.measures_accuracy else {}
 
     def trainer_class(self) -> Any:
@@ -99,8 +95,6 @@ class Task(ABC):
 
     def open_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
         """Return the trainer, which writes a report into its output folder."""
-        from windlass.callbacks.report import ReportCallback
-
         hide_loading_bars()
         trainer = self.build_trainer(parts, args)
         if REPORT not in (args.report_to or ()):
@@ -136,8 +130,6 @@ class Task(ABC):
         """Yield the lines that `windlass data show` prints of one sample of `parts`: what the model gets. `marks`:
         printed around tokens that are trained on.
         """
-        from windlass.text.trained_pieces import decoded
-
         for name, value in sample.items():
             is_tokens = parts.tokenizer is not None and hasattr(value, "__len__")
             yield f"{name:<8}{decoded(value, parts.tokenizer) if is_tokens else shown(str(value))}"

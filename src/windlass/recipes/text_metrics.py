@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from windlass.core.types import EvalPrediction
 from windlass.metrics.answer_scores import scores_of_set
 from windlass.recipes.schema import RecipeParts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What the final weights generate, one text a line, in the run's folder.
 PREDICTIONS = "predictions.txt"
@@ -49,7 +51,6 @@ def generated_set(trainer: Any, parts: RecipeParts) -> tuple[Any, str]:
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Return the share of correct predictions."""
     return {"accuracy": float(np.mean(prediction.predictions == prediction.label_ids))}
 
 

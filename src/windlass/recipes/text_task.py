@@ -73,7 +73,7 @@ class TextTask(Task):
     def build_model(self, parts: RecipeParts) -> Any:
         length = getattr(parts.recipe.data, self.length_key)
         text = TextShape(parts.tokenizer, length, f"data.{self.length_key}")
-        implied = {**text.implied_config(), **self.implied_config(parts.tokenizer)}
+        implied = self.implied_config(parts.tokenizer)
         model = build_model(parts.recipe.model, self.model_class, parts.labels, implied, text)
         if getattr(model.config, "pad_token_id", None) is None:
             # A head for classes finds the last token of a text before the padding.

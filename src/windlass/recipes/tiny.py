@@ -13,7 +13,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.recipes.built_in_recipes import ROWS
-from windlass.recipes.modelling import config_class, config_keywords, model_type_of
+from windlass.recipes.modelling import config_class, config_keywords, config_of_named
 from windlass.recipes.recipe_draft import RecipeDraft
 from windlass.recipes.schema import Recipe
 from windlass.recipes.task import Task
@@ -61,13 +61,8 @@ _VOCABULARY = 300
 
 
 def shrink(draft: RecipeDraft) -> None:
-    """Replace values of a recipe by those of a tiny run: model, tokenizer, data and training.
-
-    Args:
-        draft: its values have the types that a recipe asks for.
-
-    Raises:
-        ConfigError: it has no `model.model_type`, and the config of the model that it names cannot be read.
+    """Replace values of a recipe by those of a tiny run: model, tokenizer, data and training. They must have the types
+    that a recipe asks for. Raises ConfigError if the kind of a named model is not known.
     """
     task = TASKS[draft.values.get("task", Recipe().task)]
     _shrink_model(draft, task)
@@ -105,7 +100,7 @@ def _shrink_model(draft: RecipeDraft, task: Task) -> None:
 
 def _type_of(name: str) -> str:
     try:
-        return model_type_of(name)
+        return str(config_of_named(name).model_type)
     except ModelError as error:
         fix = "its type is needed, and cannot be read here: set model.model_type, such as llama or qwen3"
         raise ConfigError(Problem("model.name", name, fix)) from error

@@ -28,8 +28,6 @@ _READER_TOKENS = {
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """A tokenizer to train."""
-
     algorithm: str  # the one for `tokenizer.train.algorithm: auto`
     special_tokens: Mapping[str, str]  # name of transformers -> token
     # Templates of the tokens around a text and around a pair of them; None: no tokens are added

@@ -53,12 +53,8 @@ class DataSource:
 
 
 def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:
-    """Read the data of a recipe for task sft as `SFTTrainer` takes it, and load or train its tokenizer. Raises
-    DataError, ConfigError or ModelError, with the file, the line or the key.
-
-    Args:
-        seed: of what is held out, and of the order of a mixture.
-        saved_tokenizer: checkpoint with the tokenizer of a resumed run.
+    """Read the data of a recipe for task sft as `SFTTrainer` takes it, and load or train its tokenizer; see
+    `Task.build_parts`.
     """
     data = recipe.data
     if data.streaming:
@@ -163,15 +159,10 @@ def tuning_rows(records: Sequence[Record], data: DataSpec) -> LocatedRows:
     places = [where for where, _ in records]
     if data.rename or data.messages or data.prompt_format:
         records = [(where, arranged(where, values, data)) for where, values in records]
-    if formats_of(data) and data.completion_column is not None:
-        answers = texts(list(records), data.completion_column)
-        formatted = zip(records, answers, strict=True)
-        return LocatedRows(
-            (_pair(row, row["prompt"], answer, data) for (_, row), answer in formatted), places
-        )
-    if data.prompt_column is None or data.completion_column is None:
+    prompt = "prompt" if formats_of(data) else data.prompt_column
+    if prompt is None or data.completion_column is None:
         return LocatedRows((values for _, values in records), places)
-    prompts, answers = (texts(list(records), name) for name in (data.prompt_column, data.completion_column))
+    prompts, answers = (texts(list(records), name) for name in (prompt, data.completion_column))
     pairs = zip(records, prompts, answers, strict=True)
     return LocatedRows((_pair(row, prompt, answer, data) for (_, row), prompt, answer in pairs), places)
 

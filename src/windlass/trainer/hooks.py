@@ -128,10 +128,8 @@ def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
     if not overrides(trainer, owner, "_save_checkpoint"):
         return frozenset()
     # Beside the inherited way to save, helpers are another way, which the script may never take.
-    named = (
-        names_in_versions(save) if calls_inherited(save) else names_in_code([save])
-    ) & NEVER_CALLED.keys()
-    return frozenset(name for name in named if not hasattr(trainer, name))
+    named = names_in_versions(save) if calls_inherited(save) else names_in_code([save])
+    return frozenset(name for name in named & NEVER_CALLED.keys() if not hasattr(trainer, name))
 
 
 def has_evaluation_data(trainer: Trainer) -> bool:
@@ -161,6 +159,7 @@ def loss_hooks(trainer: Trainer, owner: type[Trainer]) -> LossHooks:
         count_targets=trainer.count_targets,
         prepare_inputs=prepare,
         autocast=trainer.autocast_smart_context_manager,
+        args=trainer.args,
     )
 
 

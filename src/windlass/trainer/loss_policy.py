@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger, get_logger, warn_once
-from windlass.core.process_count import process_count
 from windlass.core.types import LossTerms, State
+from windlass.core.watched_numbers import process_count
 from windlass.engine.normalise import Meaning, UpdateNormaliser
 from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
@@ -46,6 +47,7 @@ class LossHooks:
     prepare_inputs: Callable[[Any], Any]
     # Returns the mixed-precision context of a forward
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    args: TrainingArguments  # those that the methods read
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,7 @@ class LossPolicy:
     def _look(self, loss: Tensor | LossTerms) -> None:
         """Look at the loss that a script passes to backward, before it is normalised; see `ScriptLoss.look`."""
         self.script.look(loss)
+        self.normaliser.seen_divisor = self.script.divisor(loss)
         if self.script.complete:
             self._use_as_it_is()
         elif self.settings.of_script and not self.normaliser.targets and self.script.read_count:

@@ -112,7 +112,7 @@ class MicroSteps(StepHooks):
             if division is not None:
                 stack.enter_context(self._deciding(division))
             if self._is_watched:
-                stack.enter_context(self._loss.script.watching())
+                stack.enter_context(self._loss.script.watching(self._hooks.loss.args))
             return self._step(batch, count)
 
     @contextlib.contextmanager

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, ClassVar
 
@@ -23,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accumulation import AccumulationState
+from windlass.config.arguments import TrainingArguments, watched
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
-from windlass.core.process_count import CountUse, watched_process_count
 from windlass.core.tensors import is_fake
 from windlass.core.types import LossTerms
+from windlass.core.watched_numbers import NumberUse, watched_numbers
 from windlass.dist.gang import Gang
 from windlass.trainer.losses import as_count
 
@@ -100,13 +100,13 @@ class ScriptLoss:
         if step is not None and any(_versions(step)):
             names |= names_in_code([step]) & _PROCESSES
             of_script.append(step)
-        self.complete = declared
+        self.complete, self._is_declared = declared, declared is not None
         if declared is None:
             self.complete = earlier if names else False
         self._is_first = watched and self._data_ranks.size > 1
         self._watched, self._notes = watched and declared is None, bool(of_script) and not compiled
-        self.is_given_count, self._divides_itself = bool(of_script), bool(names & MICRO_BATCHES)
-        self._use: CountUse | None = None
+        self.is_given_count, self._names_micro_batches = bool(of_script), bool(names & MICRO_BATCHES)
+        self._use: NumberUse | None = None
         self._noted: NotedCount | None = None
 
     def count(self, of_update: float, own: float, device: torch.device, note: bool = False) -> Tensor:
@@ -133,10 +133,22 @@ class ScriptLoss:
         """True if each call of the loss needs `watching`."""
         return self._watched
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Context of a call, in which uses of the number of processes are noted."""
-        self._use = CountUse() if self.shares > 1 else None
-        return contextlib.nullcontext() if self._use is None else watched_process_count(self._use)
+    @contextlib.contextmanager
+    def watching(self, args: TrainingArguments) -> Iterator[None]:
+        """Context of a call, in which uses of the numbers of processes and of micro-batches are noted.
+
+        Args:
+            args: of the run, which the loss may read.
+        """
+        if self.shares == 1:
+            yield
+            return
+        self._use = NumberUse()
+        try:
+            with watched_numbers(self._use), watched(args):
+                yield
+        finally:
+            self._use = None
 
     def look(self, loss: Tensor | LossTerms) -> None:
         """Decide by the first call, and check in the others that the loss is what was decided. Collective in the first
@@ -152,9 +164,9 @@ class ScriptLoss:
         # In a rehearsal it is not noted what the loss reads.
         if self._use is None or isinstance(loss, LossTerms) or is_fake(loss):
             return
-        used = self._use.used
+        used = self._use.processes
         if self.complete is None:
-            self._decide(used)
+            self._decide(used, self._use.divisor(loss) > 1)
         elif used and not self.complete:
             raise ModelError(
                 f"the loss is computed with the number of processes ({self._data_ranks.size}), which its code does not "
@@ -166,6 +178,17 @@ class ScriptLoss:
                 f"is not multiplied by the number of processes ({self._data_ranks.size}). {_DECLARE}"
             )
 
+    def divisor(self, loss: Any) -> int:
+        """The number of micro-batches by which the call under way has divided its loss, which is to be undone: losses
+        are weighted by their share of the update. 1 for a loss that is complete or declared.
+        """
+        return 1 if self._use is None or self.complete or self._is_declared else self._use.divisor(loss)
+
+    def undivided(self, loss: Any) -> Any:
+        """The loss of an evaluation without that division."""
+        divisor = self.divisor(loss)
+        return loss if divisor == 1 else loss * divisor
+
     def _check_alike(self, terms: bool) -> None:
         """Ranks with `LossTerms` sum their weights, and would wait for those with a tensor."""
         of_terms = float(self._data_ranks.sum(torch.tensor([float(terms)], dtype=torch.float64)))
@@ -175,7 +198,7 @@ class ScriptLoss:
                 "others a tensor, which has another divisor: use one of the two on all processes"
             )
 
-    def _decide(self, used: bool) -> None:
+    def _decide(self, used: bool, divided: bool) -> None:
         if not self._notes:
             raise ModelError(
                 "the code of the loss names the number of processes or of micro-batches, and the model is compiled, so "
@@ -198,10 +221,11 @@ class ScriptLoss:
                 "the loss is used as it is: divided by the targets of the whole update, and multiplied by the number "
                 "of processes (see docs/losses.md)"
             )
-        elif self._divides_itself:
+        elif self._names_micro_batches and not divided:
             logger.warning(
-                "the loss is weighted by its micro-batch's share of the update's targets, and its code names the "
-                "number of micro-batches: it must not divide by that number"
+                "the code of the loss names the number of micro-batches, by which it must not divide: its micro-batch "
+                "has its share of the update's targets as its weight. Undone is a division of the whole loss by "
+                "`gradient_accumulation_steps` itself, and this loss had none"
             )
 
 

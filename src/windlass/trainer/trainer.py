@@ -21,6 +21,7 @@ from windlass.core.run_clock import EVALUATION, Moment, run_clock
 from windlass.core.tensors import count_elements
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
+from windlass.core.watched_numbers import micro_batch_count
 from windlass.core.world import world_from_environment
 from windlass.trainer.lazy_modules import (
     batch_rows,
@@ -396,7 +397,8 @@ class Trainer:
     @property
     def current_gradient_accumulation_steps(self) -> int:
         """Micro-batches of the current update: fewer than asked for at the end of an epoch."""
-        return self.accelerator.gradient_state.micro_batches or self.args.gradient_accumulation_steps
+        number = self.accelerator.gradient_state.micro_batches or self.args.gradient_accumulation_steps
+        return micro_batch_count(number)
 
     @current_gradient_accumulation_steps.setter
     def current_gradient_accumulation_steps(self, value: int) -> None:
@@ -973,12 +975,13 @@ class Trainer:
         labels = None
         if isinstance(inputs, Mapping) and labelled:
             labels = detach(evaluation.labels_of(inputs, self.label_names))
-        with torch.no_grad(), self.compute_loss_context_manager():
+        script = self._services.loss.script
+        with torch.no_grad(), self.compute_loss_context_manager(), script.watching(self.args):
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 if not self.label_names:  # none are needed, and metrics get none
                     labels = ()
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **given)
-                loss = without_gradient(loss)
+                loss = without_gradient(script.undivided(loss))
                 # With these the model gets no labels, so the first of a tuple is not a loss.
                 by_model = not (self._services.loss.settings.smoothing or self.compute_loss_func is not None)
                 has_loss = evaluator.output_has_loss(outputs, by_model)

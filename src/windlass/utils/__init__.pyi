@@ -23,6 +23,8 @@ from windlass.utils.constants import (
 )
 from windlass.utils.environment import (
     are_libraries_initialized as are_libraries_initialized, clear_environment as clear_environment,
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
     get_current_device_type as get_current_device_type, get_int_from_env as get_int_from_env,
     parse_choice_from_env as parse_choice_from_env, parse_flag_from_env as parse_flag_from_env,
     patch_environment as patch_environment, purge_accelerate_environment as purge_accelerate_environment,

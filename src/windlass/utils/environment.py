@@ -52,6 +52,19 @@ def get_current_device_type() -> tuple[str, str]:
     return kind, str(distributed_type_of(kind, 2))
 
 
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Have this process and those that it starts shard their models, of which the first process of each machine alone
+    reads the weights. Sets the two variables of accelerate's launcher; what `ACCELERATE_USE_FSDP` says already stays.
+    """
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Have each process of a sharded model read its weights."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+
+
 @contextlib.contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set variables, with names in upper case, while the body runs. Others that it sets stay."""

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.launching.test_local import SCRIPT, windlass
 
-from windlass.cli.launching.engines import from_text, to_text
-from windlass.cli.launching.launch_plan import LaunchPlan
+from windlass.cli.launching.launch_plan import LaunchPlan, from_text, to_text
 from windlass.cli.launching.slurm import plan_of_node, run, show
 from windlass.core.errors import ConfigError
 

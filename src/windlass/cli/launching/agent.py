@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, SignalException
 
 from windlass.cli.launching.failure_report import Incident, Kind, Watch, Watched, describe, say
+from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.cli.launching.peers import OtherMachines, Peers
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 from windlass.dist.rendezvous import Machines
@@ -30,16 +30,6 @@ _FIND_OUT_SECONDS = 8.0
 _SILENT_SECONDS = 5.0
 # Schedulers send these once, twice, or to the launcher and the processes.
 _REPEATED = (signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM))
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Timeouts of a job."""
-
-    # Seconds without a mark after which a process counts as stalled; None for never
-    stall: float | None = None
-    grace: int = 120  # seconds that processes have to end after the launcher was signalled
-    machine: float = 30.0  # seconds of silence after which the launcher of another machine counts as lost
 
 
 class OptionalLogs(DefaultLogsSpecs):
@@ -67,12 +57,12 @@ class WatchingAgent(LocalElasticAgent):
 
     signalled = False
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, folder: Path, limits: Limits) -> None:
-        grace: dict[str, Any] = {"shutdown_timeout": limits.grace} if _TAKES_GRACE else {}
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, folder: Path, plan: LaunchPlan) -> None:
+        grace: dict[str, Any] = {"shutdown_timeout": plan.grace} if _TAKES_GRACE else {}
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}]: ", **grace)
         self.incidents: list[Incident] = []
         self._folder = folder
-        self._limits = limits
+        self._plan = plan
         self._attempt = 0
         self._watch: Watch | None = None
         self._peers = Peers()
@@ -87,7 +77,7 @@ class WatchingAgent(LocalElasticAgent):
         pids: dict[int, int] = super()._start_workers(worker_group)
         context: Any = self._pcontext
         if not _TAKES_GRACE:
-            context.close = functools.partial(context.close, timeout=self._limits.grace)
+            context.close = functools.partial(context.close, timeout=self._plan.grace)
         watched = [
             Watched(
                 worker.global_rank,
@@ -151,7 +141,7 @@ class WatchingAgent(LocalElasticAgent):
         handler = self._rdzv_handler
         if isinstance(handler, Machines):
             store, rank, names = handler.attempt_store(), group.group_rank or 0, handler.member_names()
-            peers = OtherMachines(store, rank, names, self._limits.machine, handler.ask_waiting)
+            peers = OtherMachines(store, rank, names, self._plan.machine_timeout, handler.ask_waiting)
             handler.answer_waiting(lambda: peers.waiting)
             self._peers = peers
 
@@ -189,7 +179,7 @@ class WatchingAgent(LocalElasticAgent):
 
     def _wait_until_all_exited(self, watch: Watch) -> None:
         """Preempted ranks agree on a step and save, so they do not exit at the same moment."""
-        end = time.monotonic() + self._limits.grace
+        end = time.monotonic() + self._plan.grace
         while watch.preempted() and not self.preempted and time.monotonic() < end:
             time.sleep(0.1)
         if watch.preempted() and not self.preempted:
@@ -198,7 +188,7 @@ class WatchingAgent(LocalElasticAgent):
     def _wait_for_other_machines(self) -> None:
         """Keep the store of the main machine alive for the others, which still read it."""
         self._peers.note_ended()
-        end = time.monotonic() + self._limits.grace
+        end = time.monotonic() + self._plan.grace
         while not self._peers.all_ended and not self._peers.lost() and time.monotonic() < end:
             time.sleep(0.1)
         self._peers.leave()
@@ -211,7 +201,7 @@ class WatchingAgent(LocalElasticAgent):
             self._peers.note_early()
         if watch.deserted(now, self._peers.early):
             return "deserted"
-        if self._limits.stall is not None and watch.stalled(self._limits.stall, now):
+        if self._plan.stall_timeout is not None and watch.stalled(self._plan.stall_timeout, now):
             return "stalled"
         if self._peers.incidents():
             return "abandoned"
@@ -239,7 +229,7 @@ class WatchingAgent(LocalElasticAgent):
                 joined = joined.joined_with(theirs)
             joined.lost = self._peers.lost(None if joined.kind == "lost" else _SILENT_SECONDS)
             timeout = _LISTEN_SECONDS if joined.knows_its_cause else _FIND_OUT_SECONDS
-            complete = len(self._peers.incidents()) + len(joined.lost) + 1 >= _machines(group)
+            complete = len(self._peers.incidents()) + len(joined.lost) + 1 >= (group.group_world_size or 1)
             if complete or time.monotonic() - start > timeout:
                 return joined
             time.sleep(0.1)
@@ -260,7 +250,3 @@ class WatchingAgent(LocalElasticAgent):
     def _stop_workers_now(self) -> None:
         context: Any = self._pcontext
         context._close(death_sig=signal.SIGTERM, timeout=STOP_SECONDS)
-
-
-def _machines(group: WorkerGroup) -> int:
-    return group.group_world_size or 1

@@ -287,7 +287,6 @@ def _indented(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print on stderr as the launcher."""
     output.say(f"windlass launch: {text}", error=True)
 
 

@@ -6,14 +6,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from windlass.cli.launching.launch_checks import (
-    Machine,
-    launch_problems,
-    misplaced_flags,
-    requeue_problems,
-    token_notes,
-    token_problems,
-)
+from windlass.cli.launching.launch_checks import Machine, launch_notes, launch_problems
 from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel import rows_training
@@ -41,26 +34,15 @@ _VISIBLE = {
 def resolve_launch(
     options: argparse.Namespace, environ: Mapping[str, str], machine: Machine | None = None
 ) -> LaunchPlan:
-    """Resolve the command line, the launch file and the environment into a plan. Raises ConfigError with every problem.
-
-    Args:
-        options: as parsed with `add_launch_flags`; options that were not given are absent.
-        environ: of this process.
-        machine: what this machine can do; None assumes no accelerator.
+    """Resolve the command line (see `add_launch_flags`), the launch file and the environment into a plan. Raises
+    ConfigError with every problem. Without a `machine` no accelerator is assumed.
     """
     here = machine or Machine()
     settings = launch_settings(options, environ)
     plan = _plan(options, settings, here)
-    refuse(
-        [
-            *launch_problems(plan, here),
-            *requeue_problems(plan, environ),
-            *token_problems(plan, environ),
-            *parallel_problems(settings, _world(plan)),
-        ]
-    )
+    refuse([*launch_problems(plan, here, environ), *parallel_problems(settings, _world(plan))])
     # Only for a launch that takes place: of one that is refused the problems are enough.
-    for note in [*settings.notes, *token_notes(plan, environ), *misplaced_flags(plan)]:
+    for note in [*settings.notes, *launch_notes(plan, environ)]:
         warn_once(logger, note)
     return replace(plan, environment=_environment(plan, here))
 

@@ -60,20 +60,12 @@ def _of_file(path: str) -> tuple[str, str]:
     return f"the token in {path}", text
 
 
-def token_problems(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """A token that is given must be a secret that can be read."""
+def _token(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Problem]:
     if _meets_others(plan):
         try:
             read_token(plan.token_file, environ)
         except ConfigError as error:
             yield from error.problems
-
-
-def token_notes(plan: LaunchPlan, environ: Mapping[str, str]) -> list[str]:
-    """Return the warning about a job that any machine on its network could join; an empty list if none can."""
-    if not _meets_others(plan) or plan.main_address is None:
-        return []
-    return notes_without_token(plan.main_address, read_token(plan.token_file, environ))
 
 
 def _meets_others(plan: LaunchPlan) -> bool:
@@ -117,6 +109,11 @@ _LEFT_TO_ENGINE: dict[str, dict[str, tuple[Key, ...]]] = {
     },
 }
 SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
+# Flags of a launch that hardly any script has of its own.
+_OF_LAUNCHES = (
+    "num_processes", "nproc_per_node", "num_machines", "nnodes", "machine_rank", "main_process_ip", "multi_gpu",
+    "use_fsdp", "use_deepspeed",
+)  # fmt: skip
 _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
@@ -132,7 +129,7 @@ class Machine:
     port_in_use: Callable[[int], bool] = lambda port: not can_listen("", port)
 
 
-def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
+def launch_problems(plan: LaunchPlan, machine: Machine, environ: Mapping[str, str]) -> Iterator[Problem]:
     yield from _script(plan)
     yield from _sizes(plan)
     yield from _multi_gpu(plan.settings)
@@ -145,6 +142,18 @@ def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
         # The machines of a cluster are not this machine.
         yield from _meeting_point(plan, machine)
         yield from _devices(plan, machine)
+    yield from _requeue(plan, environ)
+    yield from _token(plan, environ)
+
+
+def launch_notes(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield what a user should know of a launch that takes place."""
+    if _meets_others(plan) and plan.main_address is not None:
+        yield from notes_without_token(plan.main_address, read_token(plan.token_file, environ))
+    for word in plan.arguments:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag[2:].replace("-", "_") in _OF_LAUNCHES:
+            yield f"{flag} is after {plan.script}, which gets it; a flag of the launch is before the script"
 
 
 def _problem(plan: LaunchPlan, key: Key, fix: str) -> Problem:
@@ -173,21 +182,6 @@ def _script(plan: LaunchPlan) -> Iterator[Problem]:
     elif plan.script.endswith((".yaml", ".yml")):
         fix = f"is a recipe and no script: windlass launch -m windlass train {plan.script}"
         yield Problem("script", plan.script, fix)
-
-
-# Flags that hardly any script has of its own.
-_OF_LAUNCHES = (
-    "num_processes", "nproc_per_node", "num_machines", "nnodes", "machine_rank", "main_process_ip", "multi_gpu",
-    "use_fsdp", "use_deepspeed",
-)  # fmt: skip
-
-
-def misplaced_flags(plan: LaunchPlan) -> Iterator[str]:
-    """Yield a note for each flag of the launch that is given to the script."""
-    for word in plan.arguments:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag[2:].replace("-", "_") in _OF_LAUNCHES:
-            yield f"{flag} is after {plan.script}, which gets it; a flag of the launch is before the script"
 
 
 def _is_module(name: str) -> bool:
@@ -237,8 +231,7 @@ def _left_to_engine(plan: LaunchPlan) -> Iterator[Problem]:
                 )
 
 
-def requeue_problems(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems of restarting a preempted job."""
+def _requeue(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Problem]:
     if plan.max_requeues is not None and not plan.requeue:
         yield _problem(plan, rows.MAX_REQUEUES, "limits --requeue, which is not set; add it")
     if plan.requeue and plan.engine == "local" and plan.machines > 1 and SLURM_JOB_VARIABLE not in environ:

@@ -1,9 +1,10 @@
-"""The plan of a launch, which every engine reads."""
+"""The plan of a launch, which every engine reads, and its text for engines that run it on other machines."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from windlass.config.parallel.keys import Settings
@@ -42,8 +43,27 @@ class LaunchPlan:
     # Environment variables of all processes, `WINDLASS_PARALLEL` among them
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)  # all settings with their origins
+    # Seconds without a mark after which a process counts as stalled; None for never
     stall_timeout: float | None = None
-    machine_timeout: float = 30.0
+    machine_timeout: float = (
+        30.0  # seconds of silence after which the launcher of another machine counts as lost
+    )
     grace: int = 120  # seconds that processes have to save and exit after a request to exit
     requeue: bool = False
     max_requeues: int | None = None
+
+
+def to_text(plan: LaunchPlan) -> str:
+    """Return JSON that `from_text` reads on another machine.
+
+    Settings are left out: `WINDLASS_PARALLEL`, in the plan's environment, carries them to the processes.
+    """
+    kept = [item.name for item in fields(plan) if item.name != "settings"]
+    return json.dumps({name: getattr(plan, name) for name in kept}, default=dict)
+
+
+def from_text(text: str) -> LaunchPlan:
+    """Return the plan of `to_text`."""
+    content = json.loads(text)
+    # JSON has no tuples, and plans are compared.
+    return LaunchPlan(**{**content, "arguments": tuple(content["arguments"])})

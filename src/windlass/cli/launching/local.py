@@ -14,15 +14,16 @@ import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
 
-from windlass.cli.launching.agent import Limits, OptionalLogs, WatchingAgent
+from windlass.cli.launching.agent import OptionalLogs, WatchingAgent
 from windlass.cli.launching.failure_report import EXIT_UNREACHABLE, exit_code, say
 from windlass.cli.launching.launch_checks import SLURM_JOB_VARIABLE, TOKEN_VARIABLE, read_token
+from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.cli.launching.worker_environment import worker_environment
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem, refuse
@@ -33,10 +34,6 @@ from windlass.dist.elastic import quiet_elastic
 from windlass.dist.listening import can_listen
 from windlass.dist.machines import meet
 from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
-
-if TYPE_CHECKING:
-    from windlass.cli.launching.launch_plan import LaunchPlan
-
 
 _LOCALHOST = "127.0.0.1"
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -51,7 +48,7 @@ def run(plan: LaunchPlan) -> int:
         did not meet or one was lost.
     """
     quiet_elastic()
-    requeue = Requeue(plan.max_requeues) if plan.requeue else None
+    requeue = Requeue(plan.max_requeues, os.environ) if plan.requeue else None
     # Before the variable is removed, and once for all runs of a job that is requeued.
     token = read_token(plan.token_file, os.environ) if plan.machines > 1 else None
     os.environ.pop(TOKEN_VARIABLE, None)  # a secret that only launchers need
@@ -127,12 +124,10 @@ def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> Watchi
         monitor_interval=plan.monitor_interval,
     )
     logs = OptionalLogs(log_dir=str(folder / "logs"), tee=Std.from_str(plan.tee))
-    limits = Limits(plan.stall_timeout, plan.grace, plan.machine_timeout)
-    return WatchingAgent(spec, logs, folder, limits)
+    return WatchingAgent(spec, logs, folder, plan)
 
 
 def command(plan: LaunchPlan) -> list[str]:
-    """Return the command line of each process."""
     how = ["--exec"] if plan.no_python else ["-m"] if plan.module else []
     # -P: nothing in the current folder comes before the standard library.
     worker = [sys.executable, "-u", "-P", "-m", "windlass.cli.launching.worker"]
@@ -234,15 +229,9 @@ _TIMEOUT_SECONDS = 60
 
 
 class Requeue:
-    """Restarts a job: through Slurm's queue if the job came from one, else in place.
+    """Restarts a job: through Slurm's queue if the job came from one, else in place. `limit`: of restarts, if any."""
 
-    Args:
-        limit: the maximum number of restarts; None for no limit.
-        environ: of this process.
-    """
-
-    def __init__(self, limit: int | None, environ: Mapping[str, str] | None = None) -> None:
-        environ = os.environ if environ is None else environ
+    def __init__(self, limit: int | None, environ: Mapping[str, str]) -> None:
         self._limit = limit
         self._job = environ.get(SLURM_JOB_VARIABLE)
         count = environ.get(_COUNT_VARIABLE, "")

@@ -8,11 +8,11 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from windlass.cli.launching.engines import from_text, to_text
 from windlass.cli.launching.failure_report import Incident, Watch, Watched, describe, exit_code, say
 from windlass.cli.launching.launch_checks import TOKEN_VARIABLE
+from windlass.cli.launching.launch_plan import LaunchPlan, from_text, to_text
 from windlass.cli.launching.local import command
 from windlass.cli.launching.worker_environment import worker_environment
 from windlass.config.kinds import document
@@ -22,9 +22,6 @@ from windlass.core.redact import redact_command
 from windlass.core.world import World
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 from windlass.dist.listening import free_port
-
-if TYPE_CHECKING:
-    from windlass.cli.launching.launch_plan import LaunchPlan
 
 # The address of the cluster (by default that in RAY_ADDRESS, else a cluster on this machine), the folder of Ray's
 # results, and the resources of a worker.
@@ -108,7 +105,6 @@ def describe_ray(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def show(plan: LaunchPlan) -> str:
-    """Return the job as JSON."""
     return json.dumps(describe_ray(plan), indent=2)
 
 

@@ -11,19 +11,16 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
-from windlass.cli.launching.engines import from_text, to_text
 from windlass.cli.launching.launch_checks import read_token
+from windlass.cli.launching.launch_plan import LaunchPlan, from_text, to_text
 from windlass.config import kinds
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.values import members, type_fault
 from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.optional import require
 from windlass.core.output import say
-
-if TYPE_CHECKING:
-    from windlass.cli.launching.launch_plan import LaunchPlan
 
 # Options of this engine; all others are those of submitit's SlurmExecutor ("partition", "account", "gpus_per_node",
 # ...) and AutoExecutor ("timeout_min", "mem_gb").

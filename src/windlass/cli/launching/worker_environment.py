@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import TYPE_CHECKING
 
+from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.cli.launching.worker import BIND_VARIABLE
 from windlass.core.threads import usable_cores
 from windlass.dist.listening import GLOO_VARIABLE, LOOPBACK, address_towards, is_loopback, loopback_interface
-
-if TYPE_CHECKING:
-    from windlass.cli.launching.launch_plan import LaunchPlan
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
 

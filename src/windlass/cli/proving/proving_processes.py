@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -155,12 +155,7 @@ def _run(trial: SmallTraining, rank: int, port: int, folder: str) -> None:
 
 
 class ProvingProcesses:
-    """Starts trials.
-
-    Args:
-        folder: for their files.
-        module: of the model, imported once for all processes.
-    """
+    """Starts trials, whose files go into `folder`. `module`: of the model, imported once for all processes."""
 
     def __init__(self, folder: Path, module: str) -> None:
         self._folder, self._count = folder, 0
@@ -246,9 +241,6 @@ class ProofVerdict:
     def is_equal(self) -> bool:
         return self.status == "equal"
 
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def judge(expected: EndedTraining, found: EndedTraining) -> ProofVerdict:
     """Compare what each rank of a layout has with what one process has. Raises ModelError if that could not train."""
@@ -329,8 +321,11 @@ def _tensors(
     for name, value in expected.items():
         having = [rank for rank, found in enumerate(per_rank) if name in found]
         for rank, found in enumerate(per_rank):
-            if rank in having:
-                yield _worst(update, what, name, rank, value, found[name], scale)
+            if rank in having and found[name].shape == value.shape:
+                yield Mismatch(update, what, name, rank, *_worst(value, found[name], scale))
+            elif rank in having:
+                shape = f"{name} (shape {found[name].shape})"
+                yield Mismatch(update, what, shape, rank, 0.0, None, math.inf)
             elif not (divided and having):
                 yield Mismatch(update, what, name, rank, 0.0, None, math.inf)
     for rank, found in enumerate(per_rank):
@@ -338,23 +333,14 @@ def _tensors(
             yield Mismatch(update, what, name, rank, None, 0.0, math.inf)
 
 
-def _worst(update: int, what: str, name: str, rank: int, expected: Any, found: Any, scale: float) -> Mismatch:
-    if expected.shape != found.shape:
-        return Mismatch(update, what, f"{name} (shape {found.shape})", rank, 0.0, None, math.inf)
+def _worst(expected: Any, found: Any, scale: float) -> tuple[float, float, float]:
+    """The element that differs most: its values, and the difference as a share of the largest value."""
     if not expected.size:
-        return Mismatch(update, what, name, rank, 0.0, 0.0, 0.0)
+        return 0.0, 0.0, 0.0
     apart = np.abs(found - expected)
     at = int(np.argmax(np.where(np.isnan(apart), np.inf, apart)))
     size = max(float(np.abs(expected).max()), _SHARE * scale, 1e-300)
-    return Mismatch(
-        update,
-        what,
-        name,
-        rank,
-        float(expected.flat[at]),
-        float(found.flat[at]),
-        _finite(float(apart.flat[at]) / size),
-    )
+    return float(expected.flat[at]), float(found.flat[at]), _finite(float(apart.flat[at]) / size)
 
 
 def _finite(relative: float) -> float:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.core.output import shown
+from windlass.recipes.marked_text import Marks
 from windlass.recipes.readers import Record, texts
 from windlass.recipes.schema import DataSpec, RecipeParts
 from windlass.recipes.text_task import TextTask
 from windlass.recipes.tokenizing import CLASSIFIER
-
-if TYPE_CHECKING:
-    from windlass.recipes.marked_text import Marks
+from windlass.text.trained_pieces import decoded
 
 
 class Classification(TextTask):
@@ -42,8 +41,6 @@ class Classification(TextTask):
         return DataCollatorWithPadding(parts.tokenizer)
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.text.trained_pieces import decoded
-
         ids, label = sample["input_ids"], sample["labels"]
         yield f"text    {decoded(ids, parts.tokenizer)}"
         yield f"label   {shown(parts.labels[label])} (class {label} of {len(parts.labels)})"

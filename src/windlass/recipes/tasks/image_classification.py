@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.output import shown
+from windlass.recipes.marked_text import Marks
 from windlass.recipes.modelling import build_model
 from windlass.recipes.schema import DIGITS, Recipe, RecipeParts, TokenizerSpec
 from windlass.recipes.task import Conflict, Task, model_conflicts
-
-if TYPE_CHECKING:
-    from windlass.recipes.marked_text import Marks
 
 
 class ImageClassification(Task):

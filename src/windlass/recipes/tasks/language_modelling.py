@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from windlass.core.types import IGNORED
+from windlass.recipes.marked_text import Marks, marked
 from windlass.recipes.readers import Record, texts
 from windlass.recipes.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, RecipeParts
 from windlass.recipes.text_task import TextTask
 from windlass.recipes.tokenizing import READER, WRITER
-
-if TYPE_CHECKING:
-    from windlass.recipes.marked_text import Marks
+from windlass.text.trained_pieces import decoded, trained_pieces
 
 
 class BlockTask(TextTask):
@@ -40,10 +40,6 @@ class CausalLM(BlockTask):
         return pack(texts(records, data.text_column), tokenizer, data.block_size)
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.core.types import IGNORED
-        from windlass.recipes.marked_text import marked
-        from windlass.text.trained_pieces import trained_pieces
-
         ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         end = len(labels) - labels.count(IGNORED)  # of the padding of the last block
         padding = "" if end == len(ids) else f", then {len(ids) - end} of padding"
@@ -73,9 +69,6 @@ class MaskedLM(BlockTask):
         )
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.core.types import IGNORED
-        from windlass.text.trained_pieces import decoded
-
         batch = self.collator(parts, None)([sample])
         length = int(sample["attention_mask"].sum())
         ids, labels = (batch[name][0, :length].tolist() for name in ("input_ids", "labels"))

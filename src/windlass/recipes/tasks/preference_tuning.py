@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from windlass.assemble.resolve import resolve_parallel
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import refuse
 from windlass.core.world import world_from_environment
@@ -42,7 +43,6 @@ class PreferenceTuning(Task):
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
     ) -> RecipeParts:
-        from windlass.assemble.resolve import resolve_parallel
         from windlass.recipes.fine_tuning import build_adapter, load_preferences
 
         # Their errors come before the data is read and a base is trained.

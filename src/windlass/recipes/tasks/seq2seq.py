@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
+from windlass.recipes.marked_text import Marks
 from windlass.recipes.readers import Record, texts
 from windlass.recipes.schema import DataSpec, Recipe, RecipeParts
 from windlass.recipes.task import Conflict
+from windlass.recipes.text_metrics import of_predictions
 from windlass.recipes.text_task import TextTask
 from windlass.recipes.tokenizing import TRANSLATOR
-
-if TYPE_CHECKING:
-    from windlass.recipes.marked_text import Marks
+from windlass.text.trained_pieces import decoded
 
 
 class Seq2Seq(TextTask):
@@ -54,8 +54,6 @@ class Seq2Seq(TextTask):
         return encode_pairs(sources, targets, tokenizer, data.max_length)
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.text.trained_pieces import decoded
-
         for name, key in (("source", "input_ids"), ("target", "labels")):
             yield f"{name}  {len(sample[key])} tokens: {decoded(sample[key], parts.tokenizer)}"
 
@@ -68,8 +66,6 @@ class Seq2Seq(TextTask):
         return DataCollatorForSeq2Seq(parts.tokenizer, model)
 
     def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
-        from windlass.recipes.text_metrics import of_predictions
-
         metric = parts.recipe.metric
         if metric is None or parts.evaluation is None:
             return {}
