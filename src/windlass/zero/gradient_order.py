@@ -21,11 +21,11 @@ class GradientOrder:
 
     Args:
         module: its trained parameters are followed.
-        ranks: over which gradients are summed.
+        loss_ranks: over which gradients are summed.
     """
 
-    def __init__(self, module: nn.Module, ranks: Gang) -> None:
-        self._ranks, self._found = ranks, 0
+    def __init__(self, module: nn.Module, loss_ranks: Gang) -> None:
+        self._loss_ranks, self._found = loss_ranks, 0
         # Stage 3 reduces the gradients of a layer of experts together, in the order of its parameters.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._complete, number))  # type: ignore[no-untyped-call]
@@ -43,9 +43,9 @@ class GradientOrder:
     def check(self) -> None:
         """Raise ModelError if ranks differ, before their gradients are used. Ends an update. Collective."""
         mine, self._found = self._found, 0
-        total, squares = self._ranks.start_sum([float(mine), float(mine * mine)]).wait()
+        total, squares = self._loss_ranks.start_sum([float(mine), float(mine * mine)]).wait()
         # Both are equal for equal numbers alone (Cauchy and Schwarz).
-        if self._ranks.size * int(squares) != int(total) ** 2:
+        if self._loss_ranks.size * int(squares) != int(total) ** 2:
             raise ModelError(
                 "ranks have used different parameters of the model in this update, or in a different order, and "
                 "DeepSpeed sums gradients by their order: use all of them in each forward, or train without DeepSpeed "
