@@ -156,6 +156,15 @@ def test_every_key_of_a_recipe_has_a_description_a_type_and_a_page() -> None:
         assert argument.type_in_words() or section or argument.keys[-1] in objects, argument.dotted
 
 
+def test_a_section_is_explained_with_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "sample", "--recipe", "python-docs", "sample.prompt=Once"]) == 0
+    name, _, value = capsys.readouterr().out.splitlines()[0].partition(" = ")
+    assert (name, json.loads(value)["prompt"]) == ("sample", "Once")
+    assert main(["explain", "sample", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["value"] == {"prompt": None, "max_new_tokens": 40, "temperature": 0.8}
+
+
 def test_a_name_without_a_successor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "past_index"]) == 0
     assert capsys.readouterr().out == "past_index is gone: no state is carried from batch to batch\n"

@@ -63,7 +63,8 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
     problems = draft.problems
     data: DataSpec = checked_section(DataSpec, draft.section("data"), ("data",), draft, problems)
     refuse(problems)
-    given = dict(_option(word) for word in overrides if word not in of_data)
+    own = (parse_override(word) for word in overrides if word not in of_data)
+    given = {".".join(keys): value for keys, value in own}
     name = given.pop("tokenizer", None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(Problem("tokenizer", name, "must be a name or a folder; quote it to make it text"))
@@ -72,11 +73,6 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
     rows = tuning_rows(read_records(path, data), data)
     return DataSource({"train": SourceSplit(rows, options)}, None if name is None else load_tokenizer(name))
-
-
-def _option(word: str) -> tuple[str, Any]:
-    keys, value = parse_override(word)
-    return ".".join(keys), value
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from windlass.cli.command_line import CommandParser, answer, names_and_overrides
@@ -47,6 +47,10 @@ class Explanation:
     name: str
     value: Any
     facts: list[tuple[str, str | list[str]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if is_dataclass(self.value):  # a section
+            self.value = asdict(self.value)  # type: ignore[arg-type]
 
     def add(self, word: str, said: str | list[str] | None) -> None:
         """Add a fact, unless there is nothing to say."""
