@@ -101,3 +101,13 @@ def test_a_product_with_the_number_of_processes_is_watched_as_that_number() -> N
             assert watch.processes
             assert watch.divisor(found) is None
             watch.processes = False
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_loss_is_watched_as_any_other(fullgraph: bool) -> None:
+    @torch.compile(backend="eager", fullgraph=fullgraph)
+    def loss(x: Tensor, n: int) -> Tensor:
+        return (2 * x).sum() / n
+
+    assert divisor(loss) == 4
+    assert used(loss)[0]

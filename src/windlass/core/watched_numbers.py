@@ -34,8 +34,8 @@ class NumberUse:
 
 
 _watch: NumberUse | None = None
-_DIVISIONS = frozenset({"div", "divide", "true_divide"})
-_SCALING = _DIVISIONS | {"mul", "multiply"}
+_DIVISIONS = frozenset({"div", "div_", "divide", "divide_", "true_divide", "true_divide_"})
+_SCALING = _DIVISIONS | {"mul", "mul_", "multiply", "multiply_"}
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ class _Watched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
-        name = getattr(func, "__name__", "").rstrip("_")  # as `mul_` has
+        name = getattr(func, "__name__", "")
         if _watch is None or name not in _SCALING:
             return result
         operands = (*args, *(kwargs or {}).values())

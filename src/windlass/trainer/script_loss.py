@@ -34,8 +34,7 @@ from windlass.trainer.losses import as_count
 logger = get_job_logger(__name__)
 
 _PROCESSES = frozenset({"num_processes", "world_size", "get_world_size", "WORLD_SIZE"})
-CURRENT = "current_gradient_accumulation_steps"
-MICRO_BATCHES = frozenset({"gradient_accumulation_steps", CURRENT})
+MICRO_BATCHES = frozenset({"gradient_accumulation_steps", "current_gradient_accumulation_steps"})
 # Functions of torch.distributed, and those of an accelerator: torch itself has a `gather` that exchanges nothing.
 _EXCHANGES = frozenset({
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
