@@ -1,10 +1,10 @@
-"""Attributes of a module, a class or an object for a while; the configuration of a model."""
+"""Attributes of a module, a class or an object for a while; the configuration of a model; what a function takes."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -33,3 +33,12 @@ def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, before[name])
             else:
                 delattr(owner, name)
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a callable accepts the keyword `name`."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some builtins have no signature: the call raises if it does not
+        return True
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

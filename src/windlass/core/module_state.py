@@ -41,12 +41,10 @@ class ElsewhereState:
         raise NotImplementedError
 
     def loaded(self) -> None:
-        """Called after `values` were loaded: update the parameters. Collective."""
-        raise NotImplementedError
+        """Called after `values` were loaded in place: update the parameters, if they are others. Collective."""
 
     def let_go(self) -> None:
-        """Called before another engine takes the module. Collective."""
-        raise NotImplementedError
+        """Called before another engine takes the module, to undo what can be undone. Collective."""
 
 
 def keep_elsewhere(module: nn.Module, state: ElsewhereState | None) -> None:
@@ -79,6 +77,12 @@ def bare(module: nn.Module) -> nn.Module:
     while isinstance(getattr(inner, "_orig_mod", None), nn.Module):
         inner = inner._orig_mod  # type: ignore[assignment]
     return inner
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The model that adapters of peft were added to, whose layers have the names of its own; any other as it is."""
+    base: Any = getattr(module, "get_base_model", None)
+    return base() if callable(base) else module
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch.utils.data import get_worker_info
 
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
+from windlass.core.module_state import without_adapters
 from windlass.core.types import Collator
 
 logger = get_logger(__name__)
@@ -23,8 +24,7 @@ def signature_columns(model: Any, label_names: Iterable[str] | None = None) -> l
         the names, without repeats; an empty list if forward takes `**kwargs` only.
     """
     # The forward of a peft model takes `*args, **kwargs`.
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parameters = inspect.signature(inner.forward).parameters.values()
+    parameters = inspect.signature(without_adapters(model).forward).parameters.values()
     names = [p.name for p in parameters if p.kind in _NAMED]
     if not names and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return []

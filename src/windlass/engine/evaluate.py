@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from windlass.config.plan import EvaluationPlan
+from windlass.core.attributes import takes
 from windlass.core.errors import DataError, ModelError, PeerError, Problem, RankMismatchError, refuse
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.trees import Spec, batch_size_of, map_leaves, unflatten
@@ -65,18 +65,10 @@ class Evaluation:
         if self.loss_only and metrics:
             fix = "compute_metrics needs predictions: give only one of the two"
             problems.append(Problem("prediction_loss_only", True, fix))
-        if self.plan.batch_metrics and metrics and not _takes(metrics, "compute_result"):
+        if self.plan.batch_metrics and metrics and not takes(metrics, "compute_result"):
             fix = "compute_metrics must take a `compute_result: bool` argument then"
             problems.append(Problem("batch_eval_metrics", True, fix))
         refuse(problems)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # some builtins have no signature: the call raises if it does not
-        return True
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def evaluation_loop(

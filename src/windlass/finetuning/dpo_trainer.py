@@ -23,7 +23,7 @@ from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
 from windlass.finetuning.sft_data import columns_of
 from windlass.text.pair_encoder import PairOptions
-from windlass.transforms.branched_check import refuse_unbranched
+from windlass.transforms.branches import refuse_unbranched
 from windlass.transforms.document_attention import documents_apart
 from windlass.transforms.model_limits import ModelLimits
 

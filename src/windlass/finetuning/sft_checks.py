@@ -8,7 +8,7 @@ from typing import Any
 
 from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, Problem, refuse
-from windlass.finetuning.peft_adapters import is_peft_model
+from windlass.core.module_state import without_adapters
 from windlass.finetuning.sft_config import SFTConfig
 
 _KNOWN_DATASET_OPTIONS = ("skip_prepare_dataset", "allow_image_urls")
@@ -75,10 +75,9 @@ def router_coefficient(given: float | None, model: Any) -> float:
     text = text_config(model)
     if not hasattr(text, "output_router_logits"):
         if given:
-            base = model.get_base_model() if is_peft_model(model) else model
             fix = (
-                f"{type(base).__name__} is not a Mixture-of-Experts model that returns its router logits, so there is "
-                "no auxiliary loss to weight"
+                f"{type(without_adapters(model)).__name__} is not a Mixture-of-Experts model that returns its router "
+                "logits, so there is no auxiliary loss to weight"
             )
             raise ConfigError(Problem("router_aux_loss_coef", given, fix))
         return 0.0

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from windlass.checkpoint.adapters import ADAPTER_CONFIG
-from windlass.core.module_state import bare
+from windlass.core.module_state import bare, without_adapters
 from windlass.core.tensors import count_elements
 from windlass.core.whole_file import parse_json
 
@@ -52,12 +52,11 @@ def facts_of(model: nn.Module) -> ModelFacts:
     # With the bases: the class of a script that extends one of transformers is read by transformers.
     packages = [kind.__module__.partition(".")[0] for kind in type(inner).__mro__]
     library = next((package for package in packages if package in _LIBRARIES), "windlass")
-    base = getattr(inner, "get_base_model", None)  # of a peft model
     return ModelFacts(
         kind=type(inner).__name__,
         parameters=count_elements(model.parameters()),
         library=library,
-        tasks=_tasks(type(base() if callable(base) else inner).__name__),
+        tasks=_tasks(type(without_adapters(inner)).__name__),
         base=base_of(model),
         tags=list(getattr(inner, "model_tags", None) or []),
     )

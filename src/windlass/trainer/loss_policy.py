@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.config.arguments import TrainingArguments
+from windlass.core.attributes import takes
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger, get_logger, warn_once
 from windlass.core.types import LossTerms, State
@@ -23,7 +24,7 @@ from windlass.engine.normalise import Meaning, UpdateNormaliser
 from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
-from windlass.trainer.losses import as_count, call_model, check_loss, loss_of, smoothed_loss, takes
+from windlass.trainer.losses import as_count, call_model, check_loss, loss_of, smoothed_loss
 from windlass.trainer.script_loss import ScriptLoss
 from windlass.trainer.session import Session
 from windlass.trainer.without_logits import WithoutLogits
@@ -208,7 +209,7 @@ class LossPolicy:
     def _look(self, loss: Tensor | LossTerms) -> None:
         """Look at the loss that a script passes to backward, before it is normalised; see `ScriptLoss.look`."""
         self.script.look(loss)
-        self.normaliser.seen_divisor = self.script.divisor(loss)
+        self.normaliser.divided_by = self.script.divisor(loss) or 1
         if self.script.complete:
             self._use_as_it_is()
         elif self.settings.of_script and not self.normaliser.targets and self.script.read_count:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -175,12 +174,6 @@ class LabelSmoother:
         if self.ignore_index != IGNORED:
             labels = labels.masked_fill(labels == self.ignore_index, IGNORED)
         return smoothed_loss(model_output, labels, self.epsilon, shift_labels, num_items_in_batch)
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return True if a callable accepts the keyword `name`."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def as_count(value: float, device: torch.device) -> Tensor:

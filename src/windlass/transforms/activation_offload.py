@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,16 +74,6 @@ class StreamLane(DirectLane):
 
     def is_done(self, token: Any) -> bool:
         return bool(token.query())
-
-
-class _Layout(NamedTuple):
-    """How a saved tensor lies in its block."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    def of(self, block: Tensor) -> Tensor:
-        return block.as_strided(self.size, self.stride)
 
 
 @dataclass(eq=False)
@@ -165,15 +155,15 @@ class ActivationOffload:
         tensor = tensor.detach() if _span(tensor) <= tensor.numel() else tensor.detach().contiguous()
         block = self._block(tensor, lane)
         block.users += 1
-        return block, _Layout(tensor.size(), tensor.stride())
+        return block, tensor.size(), tensor.stride()
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        block, layout = packed
+        block, size, stride = packed
         # The backward needs memory: that of copies which are still under way is waited for.
         self._release(0)
-        found: Tensor = layout.of(block.on_device())
+        found: Tensor = block.on_device().as_strided(size, stride)
         for number in range(block.number - 1, max(block.number - 1 - _AHEAD, -1), -1):
             needed_next = self._by_number.get(number)
             if needed_next is not None and needed_next.users > 0:

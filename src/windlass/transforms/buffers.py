@@ -93,7 +93,7 @@ def check_sparse(module: nn.Module, loss_ranks: Gang) -> None:
     ModelError if one differs; it is named.
     """
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    digests = {name: _digest(tensor) for name, tensor in named.items() if tensor.layout != torch.strided}
+    digests = {name: digest_of(tensor) for name, tensor in named.items() if tensor.layout != torch.strided}
     if not digests:
         return
     found = loss_ranks.gather_objects(digests)
@@ -105,8 +105,11 @@ def check_sparse(module: nn.Module, loss_ranks: Gang) -> None:
         )
 
 
-def _digest(tensor: Tensor) -> str:
-    if tensor.layout == torch.sparse_coo:
+def digest_of(tensor: Tensor) -> str:
+    """A hash of the shape and the values of a tensor. Raises ModelError for a layout whose values are not known."""
+    if tensor.layout == torch.strided:
+        pieces = inner_tensors(tensor) or [tensor]
+    elif tensor.layout == torch.sparse_coo:
         sparse = tensor.detach().coalesce()
         pieces = [sparse.indices(), sparse.values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -119,7 +122,7 @@ def _digest(tensor: Tensor) -> str:
         )
     digest = hashlib.sha256(f"{list(tensor.shape)}".encode())
     for piece in pieces:
-        digest.update(bits_of(piece).cpu().numpy().tobytes())
+        digest.update(bits_of(piece).cpu().numpy().data)
     return digest.hexdigest()
 
 

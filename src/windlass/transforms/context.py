@@ -6,8 +6,7 @@ logits are gathered if they are read. So whatever counts, weighs or measures a b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,15 +20,8 @@ from windlass.core.rng import ForwardRandomness
 from windlass.core.trees import map_leaves
 from windlass.core.types import CACHES
 from windlass.dist.gang import Gang
-from windlass.transforms.divided_output import DividedOutput, Gatherable
-from windlass.transforms.divided_sequences import (
-    NAME,
-    Division,
-    divide,
-    divided_attention,
-    divided_mask,
-    group_of,
-)
+from windlass.transforms.divided_output import DividedOutput
+from windlass.transforms.divided_sequences import NAME, Division, divide, divided_attention, divided_mask
 from windlass.transforms.document_mask import BORDERS
 from windlass.transforms.evaluating import evaluating, rounding, short_row
 from windlass.transforms.linear_exchange import exchange
@@ -65,7 +57,6 @@ class DividedForwards:
 
     def __init__(self, module: nn.Module, context_ranks: Gang, unit_dtype: torch.dtype | None = None) -> None:
         self._model, self._ranks = _model_of_transformers(module), context_ranks
-        self._group = group_of(context_ranks)
         _refuse_unfit(self._model, context_ranks)
         self.division: Division | None = None
         self._length, self._compared = 0, set[bool]()
@@ -147,7 +138,6 @@ class DividedForwards:
         division, self.division = self.division, None
         if division is None:
             return output
-        zigzag = division.zigzag
         if module.training:
             self._randomness.end()
         if output is None:  # an error is raised
@@ -155,26 +145,26 @@ class DividedForwards:
         for name in ("aux_loss", "auxiliary"):  # a balancing loss, of which each rank has an equal share
             if output.get(name) is not None:
                 output[name] = output[name] * self._ranks.size
-        if "made" in output:  # in place of logits, by `lean_loss.py`
-            figures = tuple(self._whole(value, zigzag) for value in output["figures"])
-            return {**output, "made": self._whole(output["made"], zigzag), "figures": figures}
-        logits = output.part if isinstance(output, DividedOutput) else output["logits"]
-        local = _Local(logits, zigzag, self._length, self._ranks)
+        whole = partial(_whole, zigzag=division.zigzag, length=self._length, context_ranks=self._ranks)
+        if "made" in output:  # in place of logits, by `lean_loss.py`: for each token, or sums over tokens
+            made, *figures = (
+                whole(value) if value.dim() == 2 else self._sum(value)
+                for value in (output["made"], *output["figures"])
+            )
+            return {**output, "made": made, "figures": tuple(figures)}
+        logits = output.gathered if isinstance(output, DividedOutput) else output["logits"]
         if output.get("loss") is None:
-            output["logits"] = local.whole()
+            output["logits"] = whole(logits)
             return output
-        return DividedOutput(self._sum(output["loss"]), local, output.get("aux_loss"))
-
-    def _whole(self, value: Tensor, zigzag: Zigzag) -> Tensor:
-        """A value for each token, of whole rows; or a sum over tokens."""
-        if value.dim() == 2:
-            return _Local(value, zigzag, self._length, self._ranks).whole()
-        return self._sum(value)
+        return DividedOutput(self._sum(output["loss"]), partial(whole, logits), output.get("aux_loss"))
 
     def _sum(self, share: Tensor) -> Tensor:
         # Gradients are averaged over ranks later, so that each part is multiplied by their number.
+        ranks = self._ranks
         return exchange(
-            share, partial(_summed, group=self._group), lambda gradient: gradient * self._ranks.size
+            share,
+            lambda own: ranks.sum_on_device(own.detach().clone()),
+            lambda gradient: gradient * ranks.size,
         )
 
     def _compare(self, ids: Tensor) -> None:
@@ -236,39 +226,27 @@ def division_of(model: nn.Module) -> Division | None:
     return None if held is None else held.division
 
 
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """Logits of this rank's part of rows of `length` tokens, which may be divided over the vocabulary too."""
+def _whole(part: Tensor | Callable[[], Tensor], zigzag: Zigzag, length: int, context_ranks: Gang) -> Tensor:
+    """Values of the tokens of whole rows, on every rank, which all compute the same with them. Collective, without
+    communication in the backward.
 
-    logits: Tensor | Gatherable
-    zigzag: Zigzag
-    length: int
-    context_ranks: Gang
-
-    def whole(self) -> Tensor:
-        """The logits of whole rows, on every rank, which all compute the same with them. Collective, without
-        communication in the backward.
-        """
-        logits = self.logits if isinstance(self.logits, Tensor) else self.logits.whole()
-        context_ranks, size = self.context_ranks, self.context_ranks.size
-        gathered = exchange(
-            logits,
-            partial(_gathered, context_ranks=context_ranks),
-            lambda gradient: gradient.chunk(size, 1)[context_ranks.rank] * size,
-        )
-        return self.zigzag.whole(gathered, 1)[:, : self.length]
-
-
-def _summed(share: Tensor, group: Any) -> Tensor:
-    total = share.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total
+    Args:
+        part: those of this rank's tokens; or of logits that are divided over the vocabulary too, what gathers them.
+        length: tokens of a row, without padding.
+    """
+    rank, size = context_ranks.rank, context_ranks.size
+    gathered = exchange(
+        part if isinstance(part, Tensor) else part(),
+        partial(_gathered, context_ranks=context_ranks),
+        lambda gradient: gradient.chunk(size, 1)[rank] * size,
+    )
+    return zigzag.whole(gathered, 1)[:, :length]
 
 
 def _gathered(part: Tensor, context_ranks: Gang) -> Tensor:
     """The parts of all ranks along the second axis."""
     parts = [torch.empty_like(part) for _ in range(context_ranks.size)]
-    dist.all_gather(parts, part.contiguous(), group=group_of(context_ranks))
+    dist.all_gather(parts, part.contiguous(), group=context_ranks.device_group)
     return torch.cat(parts, 1)
 
 

@@ -22,7 +22,7 @@ from windlass.core.logs import get_job_logger
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded
-from windlass.transforms.buffers import ForwardState, broadcast, is_ordinary, shared_buffers
+from windlass.transforms.buffers import ForwardState, broadcast, is_ordinary
 from windlass.transforms.comm_hooks import Compression
 from windlass.transforms.recompute import recomputes_reentrantly
 from windlass.transforms.strategy import Strategy, device_of, unfrozen
@@ -43,7 +43,7 @@ class Replicated(DistributedDataParallel):
 
     forwards = 0
     advised = False
-    # The next backward reduces gradients; those of one since were not reduced. See `UnreducedGradients`.
+    # The next backward reduces gradients; those of one since were not reduced. See `_note_unreduced`.
     reduces_next = unreduced = False
     # Names of buffers that PyTorch cannot send, which every forward shares as well, and the ranks of the wrapper.
     shared_apart: Sequence[str] = ()
@@ -87,46 +87,29 @@ def _advice_at_info() -> Iterator[None]:
         level.value = before
 
 
-class UnreducedGradients:
-    """Notes a second backward after the last forward: PyTorch reduces the gradients of the first one alone, and adds
+def _note_unreduced(wrapper: Replicated) -> Any:
+    """Note a second backward after the last forward: PyTorch reduces the gradients of the first one alone, and adds
     those of the second on each rank by itself, so that the replicas would end apart.
 
     By a hook of one parameter, which costs less than one of each: the first that is trained, on which the losses of a
-    model usually depend.
+    model usually depend. Returns its handle.
     """
+    # The hook lasts as long as the parameter, which a script may keep when it has dropped the wrapper.
+    held = weakref.ref(wrapper)
 
-    def __init__(self, wrapper: Replicated) -> None:
-        # The hook lasts as long as the parameter, which a script may keep when it has dropped the wrapper.
-        self._wrapper = weakref.ref(wrapper)
-        left_out = wrapper.parameters_to_ignore
-        trained = (p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in left_out)
-        self._hook = next(trained).register_post_accumulate_grad_hook(self._note)
-
-    def _note(self, _: Tensor) -> None:
-        wrapper = self._wrapper()
-        if wrapper is None:
+    def note(_: Tensor) -> None:
+        alive = held()
+        if alive is None:
             return
-        if wrapper.reduces_next:
+        if alive.reduces_next:
             # What was added before is reduced with it.
-            wrapper.reduces_next = wrapper.unreduced = False
-        elif wrapper.require_backward_grad_sync:
-            wrapper.unreduced = True
+            alive.reduces_next = alive.unreduced = False
+        elif alive.require_backward_grad_sync:
+            alive.unreduced = True
 
-    def check(self) -> None:
-        """Raises ModelError if an update would be made of such gradients."""
-        wrapper = self._wrapper()
-        if wrapper is None or not wrapper.unreduced:
-            return
-        wrapper.unreduced = False
-        raise ModelError(
-            "the gradients of a backward were not reduced over ranks: after a forward of the data-parallel wrapper "
-            "one backward reduces them, and this was another one, or its forward ran under no_sync. Add the losses and "
-            "pass their sum to backward, or call the model before each backward"
-        )
-
-    def stop(self) -> None:
-        """Remove the hook."""
-        self._hook.remove()
+    left_out = wrapper.parameters_to_ignore
+    trained = (p for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in left_out)
+    return next(trained).register_post_accumulate_grad_hook(note)
 
 
 class DataParallel(Strategy):
@@ -141,8 +124,7 @@ class DataParallel(Strategy):
     reduces = True
 
     def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
-        super().__init__(module)
-        self._loss_ranks = loss_ranks
+        super().__init__(module, loss_ranks)
         self._wrapper: Replicated | None = replicate(module, plan, loss_ranks)
         # Otherwise ranks have rank 0's buffers in each forward, which are saved with the weights.
         self.own.differs = not self._wrapper.broadcast_buffers
@@ -159,7 +141,7 @@ class DataParallel(Strategy):
         watched = not (self._wrapper.find_unused_parameters or plan.static_graph)
         self._watch = ReachedParameters(module, self._wrapper) if watched else None
         # A static graph may reach a parameter several times in one backward.
-        self._unreduced = None if plan.static_graph else UnreducedGradients(self._wrapper)
+        self._hook = None if plan.static_graph else _note_unreduced(self._wrapper)
 
     @property
     def model(self) -> nn.Module:
@@ -185,8 +167,13 @@ class DataParallel(Strategy):
             raise unfrozen()
 
     def check_used(self) -> None:
-        if self._unreduced is not None:
-            self._unreduced.check()
+        if self._wrapper is not None and self._wrapper.unreduced:
+            self._wrapper.unreduced = False
+            raise ModelError(
+                "the gradients of a backward were not reduced over ranks: after a forward of the data-parallel wrapper "
+                "one backward reduces them, and this was another one, or its forward ran under no_sync. Add the losses "
+                "and pass their sum to backward, or call the model before each backward"
+            )
         if self._watch is not None and self._watch.seen:
             watch, self._watch = self._watch, None
             watch.stop()
@@ -206,19 +193,14 @@ class DataParallel(Strategy):
         self._compression.forget()
         before.restore()
 
-    def share_buffers(self) -> None:
-        broadcast(self.module.buffers(), self._loss_ranks)
-
-    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return shared_buffers(self.module, self.share_buffers)
-
     def _release(self) -> None:
         # A process group that is still referenced at interpreter shutdown aborts the process.
         self._wrapper, self.own.differs = None, False
-        for watch in (self._watch, self._unreduced):
-            if watch is not None:
-                watch.stop()
-        self._watch = self._unreduced = None
+        if self._watch is not None:
+            self._watch.stop()
+        if self._hook is not None:
+            self._hook.remove()
+        self._watch = self._hook = None
 
 
 class _Parameters(nn.Module):

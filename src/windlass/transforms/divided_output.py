@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-
-class Gatherable(Protocol):
-    """A rank's part of a tensor."""
-
-    def whole(self) -> Tensor:
-        """All of it, on every rank. Collective."""
 
 
 @dataclass(eq=False)
@@ -25,17 +18,16 @@ class DividedOutput(Mapping[str, Any]):
     """
 
     loss: Tensor
-    part: Gatherable | Tensor  # what this rank has of the logits, until they are read
-    aux_loss: Tensor | None = (
-        None  # the balancing loss of experts, which `loss` contains; None if there is none
-    )
+    gathered: Callable[[], Tensor] | Tensor  # the logits; until they are read, what gathers them
+    # The balancing loss of experts, which `loss` contains; None if there is none
+    aux_loss: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
         """Shape (rows, tokens, vocabulary), of whole rows."""
-        if not isinstance(self.part, Tensor):
-            self.part = self.part.whole()
-        return self.part
+        if not isinstance(self.gathered, Tensor):
+            self.gathered = self.gathered()
+        return self.gathered
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, int | slice):
@@ -58,6 +50,6 @@ class DividedOutput(Mapping[str, Any]):
 # PyTorch's wrapper finds the loss in it.
 pytree.register_pytree_node(
     DividedOutput,
-    lambda output: ([output.loss], (output.part, output.aux_loss)),
+    lambda output: ([output.loss], (output.gathered, output.aux_loss)),
     lambda leaves, others: DividedOutput(next(iter(leaves)), *others),
 )

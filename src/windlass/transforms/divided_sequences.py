@@ -74,7 +74,7 @@ class DividedMask:
         return self._make()
 
 
-def divide(batch: Mapping[str, Any], context_ranks: Gang, padding: int = 0) -> dict[str, Any]:
+def divide(batch: Mapping[str, Any], context_ranks: Gang) -> dict[str, Any]:
     """This rank's part of a batch that all `context_ranks` have: the arguments of a forward.
 
     Rows are padded to a multiple of twice the number of ranks. Labels are shifted before rows are divided, so that the
@@ -85,7 +85,6 @@ def divide(batch: Mapping[str, Any], context_ranks: Gang, padding: int = 0) -> d
     Args:
         batch: `input_ids`, and perhaps `labels` or `shift_labels`, `attention_mask` and `position_ids`, shape
             (rows, tokens); `num_items_in_batch`. Positions that start again begin a document.
-        padding: the token for padding.
     """
     size, rank = context_ranks.size, context_ranks.rank
     ring, heads = (group_of(context_ranks.over(view)) for view in ("ring", "heads"))
@@ -102,7 +101,7 @@ def divide(batch: Mapping[str, Any], context_ranks: Gang, padding: int = 0) -> d
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     real = zigzag.part(nn.functional.pad(real, (0, missing)), rank)
     part = {
-        "input_ids": zigzag.part(nn.functional.pad(ids, (0, missing), value=padding), rank),
+        "input_ids": zigzag.part(nn.functional.pad(ids, (0, missing)), rank),
         "position_ids": zigzag.part(nn.functional.pad(positions, (0, missing)), rank),
         "divided": Division(ring, heads, zigzag, documents, real, positions.max()),
         "use_cache": False,

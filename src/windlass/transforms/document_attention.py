@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -44,22 +43,16 @@ def documents_apart(model: nn.Module, *, branched: bool = False) -> Iterator[Non
     that are not packed give the same results as before. Models that are not of transformers, or have an attention of
     their own, are left as they are: see `refuse_leaks`.
     """
-    changed = []
-    for part in _models_of_transformers(model):
-        _refuse_chunks(part)
-        before = part.config._attn_implementation
-        chosen = _chosen(part, before, branched)
-        if chosen != before:
-            part.set_attn_implementation(chosen)
-            changed.append((part.config, before))
-    try:
-        with contextlib.ExitStack() as parts:
-            for part in _models_of_transformers(model):
-                parts.enter_context(images_apart(part))
-            yield
-    finally:
-        for config, before in changed:
-            config._attn_implementation = before
+    with contextlib.ExitStack() as stack:
+        for part in _models_of_transformers(model):
+            _refuse_chunks(part)
+            before = part.config._attn_implementation
+            chosen = _chosen(part, before, branched)
+            if chosen != before:
+                part.set_attn_implementation(chosen)
+                stack.callback(setattr, part.config, "_attn_implementation", before)
+            stack.enter_context(images_apart(part))
+        yield
 
 
 class OwnAttention:
@@ -78,14 +71,11 @@ class OwnAttention:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Within the body the model has it, also inside of `documents_apart`."""
-        before = [(config, config._attn_implementation) for config, _ in self._own]
-        for config, own in self._own:
-            config._attn_implementation = own
-        try:
+        with contextlib.ExitStack() as stack:
+            for config, own in self._own:
+                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+                config._attn_implementation = own
             yield
-        finally:
-            for config, attention in before:
-                config._attn_implementation = attention
 
 
 def refuse_leaks(model: nn.Module) -> None:
@@ -155,18 +145,13 @@ def _models_of_transformers(model: nn.Module) -> Iterator[Any]:
 
 def _chosen(model: Any, before: str | None, branched: bool) -> str | None:
     """The attention for packed rows."""
-    if before not in ("eager", "sdpa") and not branched:
+    keeps = before not in ("eager", "sdpa") and not branched
+    if keeps or not model._can_set_attn_implementation():
         return before
-    if not model._can_set_attn_implementation():
-        return before
-    _register()
-    return NAME
-
-
-def _register() -> None:
     transformers = require("transformers", "attend document by document")
     transformers.AttentionInterface.register(NAME, document_attention)
     transformers.AttentionMaskInterface.register(NAME, document_mask)
+    return NAME
 
 
 def document_mask(
@@ -220,10 +205,8 @@ def document_attention(
     """
     attend, of_row = _Attend(dropout, scaling, softcap, s_aux), isinstance(attention_mask, Tensor)
     if not isinstance(attention_mask, DocumentMask):
-        given, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-        attention_mask = _by_borders(attention_mask, given, query)
-        if not isinstance(attention_mask, DocumentMask) and query.shape[2] == key.shape[2]:
-            attention_mask = _by_positions(attention_mask, positions, query)
+        positions = kwargs.get("position_ids") if query.shape[2] == key.shape[2] else None
+        attention_mask = _of_documents(attention_mask, kwargs.get("cu_seq_lens_q"), positions, query)
     if not isinstance(attention_mask, DocumentMask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if softcap is not None or s_aux is not None:
@@ -278,46 +261,36 @@ def _refuse_unfit(module: Any, tokens: int, of_row: bool, position_bias: Tensor 
         )
 
 
-def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> DocumentMask | Tensor | None:
-    """The documents of a row by the borders that came with the batch: some models make masks without positions."""
-    if borders is None or len(borders) <= 2 or query.shape[0] != 1:
-        return mask
-    documents = list(pairwise(borders.tolist()))
-    masks = [None if mask is None else mask[..., start:end, start:end] for start, end in documents]
-    lengths = [end - start for start, end in documents]
-    return DocumentMask(lengths, masks, borders=borders.to(query.device, torch.int32))
-
-
-def _by_positions(
-    mask: Tensor | None, positions: Tensor | None, query: Tensor
+def _of_documents(
+    mask: Tensor | None, borders: Tensor | None, positions: Tensor | None, query: Tensor
 ) -> DocumentMask | Tensor | None:
-    """The documents of rows by positions that start again, for masks that were made without them: some models do so,
-    and transformers does if there is an attention mask too.
+    """The documents of rows, for masks that were made without them, as some models make them, and transformers does if
+    there is an attention mask too: by the borders that came with the batch, or by positions that start again.
     """
     rows, length = query.shape[0], query.shape[2]
-    if (
-        positions is None
-        or positions.shape != (rows, length)
-        or (mask is not None and mask.dtype is not torch.bool)
-    ):
-        return mask
-    starts = document_starts(positions)
-    # One document in each row: the mask is right as it is, with the padding that it knows.
-    if len(starts) == rows:
-        return mask
-    borders = with_end(starts, rows * length)
+    if borders is None or len(borders) <= 2 or rows != 1:
+        is_other = mask is not None and mask.dtype is not torch.bool
+        if positions is None or positions.shape != (rows, length) or is_other:
+            return mask
+        starts = document_starts(positions)
+        # One document in each row: the mask is right as it is, with the padding that it knows.
+        if len(starts) == rows:
+            return mask
+        borders = with_end(starts, rows * length)
     lengths = borders.diff().tolist()
-    places = [divmod(start, length) for start in starts.tolist()]
+    places = [divmod(start, length) for start in borders[:-1].tolist()]
     masks = [_part(mask, row, at, size) for (row, at), size in zip(places, lengths, strict=True)]
-    return DocumentMask(lengths, masks, borders=borders)
+    return DocumentMask(lengths, masks, borders=borders.to(query.device, torch.int32))
 
 
 def _part(mask: Tensor | None, row: int, start: int, size: int) -> Tensor | None:
     """The mask of one document. Padding, which nothing sees, sees itself: a softmax over nothing is not a number."""
     if mask is None:
         return None
-    part = mask[min(row, len(mask) - 1), :, start : start + size, start : start + size]
-    return part | torch.eye(size, dtype=torch.bool, device=mask.device)
+    part = (mask[row] if mask.dim() == 4 and len(mask) > 1 else mask)[
+        ..., start : start + size, start : start + size
+    ]
+    return part | torch.eye(size, dtype=torch.bool, device=mask.device) if mask.dtype is torch.bool else part
 
 
 def _split(states: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:

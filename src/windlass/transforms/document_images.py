@@ -29,15 +29,10 @@ def images_apart(model: nn.Module) -> Iterator[None]:
     Args:
         model: a model of transformers, in which attention is document by document.
     """
-    hooks = [
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-        for module, hook in _dependent_on_images(model)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module, hook in _dependent_on_images(model):
+            stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _dependent_on_images(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:

@@ -51,10 +51,8 @@ def document_borders(function: Callable[..., Any], rows: int, length: int, devic
     """
     row = torch.arange(rows, device=device)[:, None]
     head = torch.zeros_like(row)
-    earlier, later = (
-        torch.arange(length - 1, device=device)[None],
-        torch.arange(1, length, device=device)[None],
-    )
+    earlier = torch.arange(length - 1, device=device)[None]
+    later = earlier + 1
     # Neighbours show the borders; all pairs of tokens would be the mask of the row, which is to be avoided.
     if seen(function, row, head, earlier, later, (rows, length - 1)).any():
         return None

@@ -7,7 +7,10 @@ chosen experts, as many to each as there are, and computes what it received with
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +20,9 @@ from torch import Tensor, nn
 from windlass.dist.device_mesh import expert_device_mesh, part_along
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import Absent, present
-from windlass.transforms.expert_parts import computing_with
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank
+from windlass.transforms.linear_exchange import exchange
 from windlass.transforms.mixing import mix
 from windlass.transforms.tensor_split import mine
 
@@ -38,22 +41,45 @@ class DividedExperts(nn.Module):
         route = Routes.of if self.loss_ranks.exists else Routes.even
         parts = [self.get_parameter(name) for name in self.expert_names]
         routes = route(chosen, len(mine(parts[0])), self.expert_group)
-        # Every rank must take part in the backward of all exchanges, even one that received no token: this carries a
-        # gradient from the second one to the parameters.
-        anchor = torch.zeros(())
         # A token is sent once for each of its experts.
         sent = hidden_states.reshape(-1, width)[routes.order // count]
-        made = received = routes.exchange(sent, anchor, back=False)
-        anchor, *own = _Parts.apply(self.loss_ranks, anchor, *map(mine, parts))  # type: ignore[no-untyped-call]
+        received = routes.exchange(sent, back=False)
+        zero, *own = _Parts.apply(self.loss_ranks, *map(mine, parts))  # type: ignore[no-untyped-call]
         # Not all forwards of experts can compute no tokens.
         if len(received):
             with computing_with(self, dict(zip(self.expert_names, own, strict=True)), received.dtype):
                 made = super().forward(received, routes.experts[:, None], received.new_ones(len(received), 1))
                 # Under autocast it may have another dtype, which a rank that received no token does not know.
                 made = made.to(received.dtype)
-        returned = routes.exchange(made, anchor, back=True)[routes.order.argsort()]
+        else:
+            # Every rank must take part in the backward of all exchanges, even one that received no token: the zero
+            # carries a gradient from the second one to the parameters.
+            made = received + zero
+        returned = routes.exchange(made, back=True)[routes.order.argsort()]
         weighted = returned.view(-1, count, width) * weights.reshape(-1, count, 1)
         return weighted.sum(1).to(hidden_states.dtype).view_as(hidden_states)
+
+
+@contextlib.contextmanager
+def computing_with(layer: Any, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Within the body, attributes of a layer that are its parameters are this rank's parts of them, and `num_experts`
+    counts the experts in these.
+
+    Args:
+        parts: by the name of the parameter; the first size of each is the number of experts.
+        dtype: of what the layer computes with them; under autocast they stay as they are.
+    """
+    all_experts, layer.num_experts = layer.num_experts, len(next(iter(parts.values())))
+    for name, part in parts.items():
+        # Of what a sharded model gathers, it casts by itself.
+        own_dtype = torch.is_autocast_enabled(part.device.type)
+        vars(layer)[name] = part if own_dtype else part.to(dtype)
+    try:
+        yield
+    finally:
+        layer.num_experts = all_experts
+        for name in parts:
+            del vars(layer)[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,64 +126,44 @@ class Routes:
         own = torch.arange(experts, device=flat.device).repeat(-(-sum(received) // experts))
         return cls(flat.argsort(stable=True), sent, received, own[: sum(received)], group)
 
-    def exchange(self, rows: Tensor, anchor: Tensor, *, back: bool) -> Tensor:
-        """Send rows to the ranks of their experts, or back. Collective, as is the backward if `anchor` needs one."""
-        sizes = (self.received, self.sent) if back else (self.sent, self.received)
-        found: Tensor = _Travel.apply(rows, anchor, *sizes, self.group)  # type: ignore[no-untyped-call]
+    def exchange(self, rows: Tensor, *, back: bool) -> Tensor:
+        """Send rows to the ranks of their experts, or back; their gradients go the other way. Collective."""
+        there, again = partial(self._travelled, back=back), partial(self._travelled, back=not back)
+        return exchange(rows, there, again)
+
+    def _travelled(self, rows: Tensor, back: bool) -> Tensor:
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        found = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=self.group)
         return found
 
 
-class _Travel(torch.autograd.Function):
-    """Rows go to other ranks, and their gradients come back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, anchor: Tensor, sent: list[int], received: list[int], group: Any
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        sent, received = ctx.sizes
-        return _exchanged(gradient, received, sent, ctx.group), torch.zeros(()), None, None, None
-
-
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
-
-
 class _Parts(torch.autograd.Function):
-    """The parameters of this rank's experts. Their gradients are summed over the ranks with the same experts; each has
-    those of all tokens of its expert gang, so that the average is over all ranks of the loss.
+    """Zero, and the parameters of this rank's experts. Their gradients are summed over the ranks with the same experts;
+    each has those of all tokens of its expert gang, so that the average is over all ranks of the loss.
 
     Where no token came, gradients are zero, as one process has them.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss_ranks: Gang, anchor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, loss_ranks: Gang, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.loss_ranks, ctx.like = loss_ranks, [part.new_empty(()).expand(part.shape) for part in parts]
-        return tuple(tensor.view_as(tensor) for tensor in (anchor, *parts))
+        return parts[0].new_zeros(()), *(part.view_as(part) for part in parts)
 
     @staticmethod
-    def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         copies, found = ctx.loss_ranks.over("same_experts"), list[Tensor | None]()
-        for gradient, like, needed in zip(gradients, ctx.like, ctx.needs_input_grad[2:], strict=True):
+        for gradient, like, needed in zip(gradients, ctx.like, ctx.needs_input_grad[1:], strict=True):
             if not needed:
                 found.append(None)
                 continue
-            mine = (
-                torch.zeros_like(like, memory_format=torch.contiguous_format)
-                if gradient is None
-                else gradient
-            )
+            if gradient is None:
+                gradient = torch.zeros_like(like, memory_format=torch.contiguous_format)
             if copies.size > 1:
-                mine = copies.sum_on_device(mine.clone(memory_format=torch.contiguous_format))
-            found.append(mine / ctx.loss_ranks.size)
-        return None, anchor, *found
+                gradient = copies.sum_on_device(gradient.clone(memory_format=torch.contiguous_format))
+            found.append(gradient / ctx.loss_ranks.size)
+        return None, *found
 
 
 # --- dividing ---------------------------------------------------------------------------------------------------------

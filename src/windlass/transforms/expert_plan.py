@@ -28,19 +28,25 @@ def chosen_experts(
     number or a name -> "ep_dispatch_experts", and of each of its parameters -> "grouped_gemm".
     """
     name = type(module).__name__
-    owner = _owner_of_plan(module)
-    if owner is None:
+    owner, plan = _planned(module)
+    if not plan:
         fix = "has no plan for dividing experts (ep_plan): set ep_size=1"
         raise ConfigError(Problem("model", name, fix))
     found: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
-    parameters = {path for path, _ in owner.named_parameters() if _style(owner, path) == _PARAMETER}
+    parameters = {path for path, _ in owner.named_parameters() if style_in(plan, path) == _PARAMETER}
     for path, layer in owner.named_modules():
-        if _style(owner, path) not in _LAYERS:
+        if style_in(plan, path) not in _LAYERS:
             continue
         names = tuple(
             each for each, _ in layer.named_parameters(recurse=False) if f"{path}.{each}" in parameters
         )
-        _check(path, layer, names, ranks, tensor_ranks)
+        if not names:
+            fix = (
+                "has no parameters of its plan there: adapters on experts are not built together with ep_size; leave "
+                "the experts out of target_modules and target_parameters, or set ep_size=1"
+            )
+            raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
+        check_experts(path, layer, names, {"ep_size": ranks, "tp_size": tensor_ranks})
         found[path] = layer, names
     if not found:
         raise ConfigError(
@@ -51,10 +57,8 @@ def chosen_experts(
 
 def expert_layers(module: nn.Module) -> list[nn.Module]:
     """The layers of experts of a model with a plan for them (`chosen_experts`), with their adapters."""
-    owner = _owner_of_plan(module)
-    if owner is None:
-        return []
-    return [layer for path, layer in owner.named_modules() if _style(owner, path) in _LAYERS]
+    owner, plan = _planned(module)
+    return [layer for path, layer in owner.named_modules() if style_in(plan, path) in _LAYERS]
 
 
 def number_of_experts(layer: nn.Module) -> int:
@@ -63,19 +67,16 @@ def number_of_experts(layer: nn.Module) -> int:
     return int(base.num_experts)
 
 
-def _owner_of_plan(module: nn.Module) -> nn.Module | None:
-    return next((part for part in module.modules() if _plan_of(part)), None)
-
-
-def _plan_of(part: nn.Module) -> Mapping[str, str]:
-    """The plan of this module itself: wrappers pass on the attributes of what they wrap."""
-    own = vars(part)  # before 5.18, models of transformers have only the second name
-    plan: Any = own.get("ep_plan", own.get("_ep_plan"))
-    return plan if isinstance(plan, Mapping) else {}
-
-
-def _style(owner: nn.Module, path: str) -> str | None:
-    return style_in(_plan_of(owner), path)
+def _planned(module: nn.Module) -> tuple[nn.Module, Mapping[str, str]]:
+    """The outermost module that has a plan itself, since wrappers pass on the attributes of what they wrap, and its
+    plan; `module` and an empty one if there is none.
+    """
+    for part in module.modules():
+        own = vars(part)  # before 5.18, models of transformers have only the second name
+        plan: Any = own.get("ep_plan", own.get("_ep_plan"))
+        if plan and isinstance(plan, Mapping):
+            return part, plan
+    return module, {}
 
 
 def style_in(plan: Mapping[str, str], path: str) -> str | None:
@@ -85,16 +86,6 @@ def style_in(plan: Mapping[str, str], path: str) -> str | None:
         if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), path):
             return style
     return None
-
-
-def _check(path: str, layer: nn.Module, names: tuple[str, ...], ranks: int, tensor_ranks: int) -> None:
-    if not names:
-        fix = (
-            "has no parameters of its plan there: adapters on experts are not built together with ep_size; leave the "
-            "experts out of target_modules and target_parameters, or set ep_size=1"
-        )
-        raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
-    check_experts(path, layer, names, {"ep_size": ranks, "tp_size": tensor_ranks})
 
 
 def check_experts(path: str, layer: nn.Module, names: Iterable[str], sizes: Mapping[str, int]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
+from windlass.dist.wire import dtype_name
 
 
 def keep_trainable(model: nn.Module) -> None:
@@ -57,9 +58,9 @@ def _described(state: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return {"tensor": [str(value.dtype), list(value.shape)]}
+        return {"tensor": [dtype_name(value.dtype), list(value.shape)]}
     if isinstance(value, torch.dtype):
-        return {"dtype": str(value)}
+        return {"dtype": dtype_name(value)}
     if isinstance(value, tuple):
         return {"shape": list(value)}
     return {"state": _described(value)} if hasattr(value, "absmax") else {"value": value}
@@ -69,9 +70,9 @@ def _remake(state: Any, described: dict[str, Any]) -> None:
     for name, entry in described.items():
         ((kind, value),) = entry.items()
         if kind == "tensor":
-            value = torch.empty(value[1], dtype=_dtype(value[0]))
+            value = torch.empty(value[1], dtype=getattr(torch, value[0]))
         elif kind == "dtype":
-            value = _dtype(value)
+            value = getattr(torch, value)
         elif kind == "shape":
             value = torch.Size(value)
         elif kind == "state":
@@ -79,8 +80,3 @@ def _remake(state: Any, described: dict[str, Any]) -> None:
             _remake(inner, value)
             value = inner
         setattr(state, name, value)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return found

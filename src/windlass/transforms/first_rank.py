@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
-from windlass.core.tensors import bits_of
 from windlass.dist.gang import Gang
 from windlass.dist.views import overlapping
-from windlass.transforms.buffers import broadcast, broadcast_in, inner_tensors
+from windlass.transforms.buffers import broadcast, broadcast_in, digest_of
 from windlass.transforms.few_bits import share_scales
 
 # A table of a module's parameters or buffers, and a name in it.
@@ -48,9 +47,12 @@ def check_same_structure(module: nn.Module, loss_ranks: Gang) -> None:
         for named in (module.named_parameters, module.named_buffers)
         for name, tensor in named(remove_duplicate=False)
     ]
-    on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    on_meta = any(tensor.is_meta for tensor in tensors.values())
+    # Those that share memory and would not once they are sharded, if one of them is trained.
+    shared = (names for names in overlapping(tensors) if any(tensors[name].requires_grad for name in names))
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    found = loss_ranks.gather_objects([digest, on_meta, _torn_apart(module)])
+    found = loss_ranks.gather_objects([digest, on_meta, next(shared, [])])
     other = [str(rank) for rank, (digest, _, _) in enumerate(found) if digest != found[0][0]]
     if other:
         raise ModelError(
@@ -66,14 +68,6 @@ def check_same_structure(module: nn.Module, loss_ranks: Gang) -> None:
             "from the others: tie weights by assigning the same Parameter (head.weight = embed.weight), and compute "
             "other views of it in the forward"
         )
-
-
-def _torn_apart(module: nn.Module) -> list[str]:
-    """Names of the first tensors that share memory and would not once they are sharded, if one of them is trained."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return next(
-        (names for names in overlapping(tensors) if any(tensors[name].requires_grad for name in names)), []
-    )
 
 
 class FirstRank:
@@ -123,7 +117,7 @@ class FirstRank:
         if not self._by_machine:
             broadcast(tensors, self._ranks)
             return
-        digests = [_digest(tensor) for tensor in tensors] if self._reads else None
+        digests = [digest_of(tensor) for tensor in tensors] if self._reads else None
         read = [found for found in self._ranks.gather_objects(digests) if found is not None]
         machine, first = self._ranks.machine_group(), self._ranks.on_machine.start
         for tensor, *of_machines in zip(tensors, *read, strict=True):
@@ -131,14 +125,6 @@ class FirstRank:
                 broadcast_in([tensor], machine, first)
             else:  # such as new weights, which each process drew for itself
                 broadcast([tensor], self._ranks)
-
-
-def _digest(tensor: Tensor) -> str:
-    digest = hashlib.sha256()
-    for piece in inner_tensors(tensor) or [tensor]:
-        if piece.layout == torch.strided:  # sparse ones are compared before
-            digest.update(bits_of(piece).cpu().numpy().data)
-    return digest.hexdigest()
 
 
 def _slots(module: nn.Module) -> dict[int, list[_Slot]]:

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,6 @@ from windlass.transforms.linear_cross_entropy import LossOptions, linear_cross_e
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, linear_log_probabilities
 from windlass.transforms.tensor_split import TensorSplit, mine, split_of
 
-# What a head makes: what is differentiated, and figures.
-Made = tuple[Tensor, tuple[Tensor, ...]]
 _LABELS = ("labels", "shift_labels")
 _CLASSIFIERS = ("classifier", "score")  # transformers' names
 _LOSS_ROUNDING, _LOW_PRECISION_ROUNDING = 1e-5, 5e-3
@@ -117,19 +116,9 @@ class LeanHead:
         Raises:
             InexactLossError: a wrapper changes what the head gets.
         """
-        targets = self._targets(inputs)
         options = replace(options, scale=self.scale, softcap=self.softcap)
-
-        def loss_of(
-            hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, split: TensorSplit
-        ) -> Made:
-            places = _places(targets.flatten())
-            states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
-            loss, *figures = linear_cross_entropy(states, weight, bias, wanted, options, split)
-            return loss.reshape((1,) * hidden.ndim), tuple(figures)
-
-        loss, figures, auxiliary = self._forward(model, inputs, targets, loss_of)
-        entropy, correct, weight = figures
+        made, auxiliary = self._forward(model, inputs, partial(linear_cross_entropy, options=options))
+        loss, entropy, correct, weight = made
         return LossSums(loss.reshape(()), entropy, correct, weight, auxiliary)
 
     def log_probabilities(
@@ -138,21 +127,9 @@ class LeanHead:
         """As `loss`, for the log-probability of each target: figures of the shape of the targets, and the auxiliary
         loss.
         """
-        targets = self._targets(inputs)
-
-        def chosen(
-            hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, split: TensorSplit
-        ) -> Made:
-            places = _places(targets.flatten())
-            states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
-            found = linear_log_probabilities(
-                states, weight, bias, wanted, scale=self.scale, softcap=self.softcap, split=split
-            )
-            first, *figures = (_spread(values, places, targets) for values in found)
-            return first, tuple(figures)
-
-        first, figures, auxiliary = self._forward(model, inputs, targets, chosen)
-        return TokenLogProbabilities(first, *figures), auxiliary
+        compute = partial(linear_log_probabilities, scale=self.scale, softcap=self.softcap)
+        made, auxiliary = self._forward(model, inputs, compute)
+        return TokenLogProbabilities(*made), auxiliary
 
     def _targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """The target of each position."""
@@ -164,12 +141,13 @@ class LeanHead:
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        targets: Tensor,
-        make: Callable[[Tensor, Tensor, Tensor, Tensor | None, TensorSplit], Made],
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """A forward of `model` in which `make` replaces the head. It is given hidden states and targets, and weight and
-        bias of the head, or of this rank's part of it. Returns what it made, and the auxiliary loss.
+        compute: Callable[..., tuple[Tensor, ...]],
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """A forward of `model` in which `compute` replaces the head. It is given hidden states, weight and bias of the
+        head, or of this rank's part of it, and targets. Returns what it made, a sum or a value for each target, of
+        which the first is differentiated; and the auxiliary loss.
         """
+        targets = self._targets(inputs)
         core, head = self._alive()
         inputs, divided = unlabelled(core, inputs), has_divided_sequences(core)
         if divided:
@@ -178,22 +156,19 @@ class LeanHead:
         made: list[Tensor] = []
 
         def made_of(hidden: Tensor) -> Tensor:
-            if hidden.shape[:-1] != targets.shape:
-                raise InexactLossError(
-                    f"its head gets {tuple(hidden.shape)} for targets of {tuple(targets.shape)}"
-                )
-            result, others = make(hidden, targets, *_parts_of(core, head))
-            figures.append(others)
+            result, *others = _computed(compute, hidden, targets, *_parts_of(core, head))
+            figures.append(tuple(others))
             return result
 
         def instead(hidden: Tensor) -> Tensor:
             if made:
                 raise InexactLossError("its forward uses its head more than once")
             # A classifier of sequences chooses one position of each row after its head: the head chooses nothing.
-            return hidden if self._is_of_rows(hidden, targets) else made_of(hidden)
+            is_of_rows = targets.ndim == 1 and hidden.ndim == 3 and len(hidden) == len(targets)
+            return hidden if is_of_rows else made_of(hidden)
 
         def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-            # The output and not what `make` returned: hooks of FSDP2, which ran before, may have replaced it.
+            # The output and not what `compute` returned: hooks of FSDP2, which ran before, may have replaced it.
             made.append(output)
 
         forward = core.forward
@@ -210,17 +185,13 @@ class LeanHead:
                 made[0] = made_of(output_of(outputs, "logits"))
             return {"made": made[0], "figures": figures[0], "auxiliary": output_of(outputs, "aux_loss")}
 
-        hook = head.register_forward_hook(keep)
-        try:
-            with attributes_of(head, forward=instead), attributes_of(core, forward=forward_of_core):
-                found = model(**inputs, **without_cache(core))
-        finally:
-            hook.remove()
-        return found["made"], found["figures"], found["auxiliary"]
-
-    @staticmethod
-    def _is_of_rows(hidden: Tensor, targets: Tensor) -> bool:
-        return targets.ndim == 1 and hidden.ndim == 3 and len(hidden) == len(targets)
+        with (
+            head.register_forward_hook(keep),
+            attributes_of(head, forward=instead),
+            attributes_of(core, forward=forward_of_core),
+        ):
+            found = model(**inputs, **without_cache(core))
+        return (found["made"], *found["figures"]), found["auxiliary"]
 
     def _alive(self) -> tuple[nn.Module, nn.Linear]:
         core, head = self._core(), self._head()
@@ -243,10 +214,8 @@ class LeanHead:
             auxiliary = 0.0 if sums.auxiliary is None else coefficient_of(core) * float(sums.auxiliary)
             losses[self.shifts] = float(sums.loss / sums.targets.clamp(min=1)) + auxiliary
         self.shifts = min(losses, key=lambda shifts: abs(losses[shifts] - own))
-        ours, precision = (
-            losses[self.shifts],
-            _LOSS_ROUNDING if _is_precise(head) else _LOW_PRECISION_ROUNDING,
-        )
+        ours = losses[self.shifts]
+        precision = _LOSS_ROUNDING if _is_precise(head) else _LOW_PRECISION_ROUNDING
         if not math.isclose(ours, own, rel_tol=precision, abs_tol=precision):
             tokens = int((sample["labels"] != IGNORED).sum())
             raise InexactLossError(f"on {tokens} tokens it gives {ours:.6g}, and the model itself {own:.6g}")
@@ -385,6 +354,27 @@ def _is_precise(head: nn.Linear) -> bool:
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
+
+
+def _computed(
+    compute: Callable[..., tuple[Tensor, ...]],
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: TensorSplit,
+) -> tuple[Tensor, ...]:
+    """What `compute` makes of hidden states and their targets: of values in the shape of these; of sums as they are,
+    but for the first, which has as many axes as hidden states.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise InexactLossError(f"its head gets {tuple(hidden.shape)} for targets of {tuple(targets.shape)}")
+    places = _places(targets.flatten())
+    states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
+    result, *others = compute(states, weight, bias, wanted, split=split)
+    if not result.dim():
+        return result.reshape((1,) * hidden.ndim), *others
+    return tuple(_spread(values, places, targets) for values in (result, *others))
 
 
 def _places(targets: Tensor) -> Tensor | slice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from windlass.core.attributes import takes
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.types import IGNORED
@@ -236,25 +236,20 @@ def _own_loss(
             f"router_aux_loss_coef={router_aux_loss_coef} cannot be set. Leave them at their defaults, or pass a loss "
             "function."
         )
-    passed = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-    outputs = model(**inputs, **without_cache(core), **(passed if _takes_count(core) else {}))
+    takes_count = takes(type(core).forward, "num_items_in_batch")
+    given = (
+        {} if num_items_in_batch is None or not takes_count else {"num_items_in_batch": num_items_in_batch}
+    )
+    outputs = model(**inputs, **without_cache(core), **given)
     loss: Tensor = output_of(outputs, "loss")
     with torch.no_grad():
         entropy, correct, count = _figures(*_with_targets(output_of(outputs, "logits").detach(), inputs))
-        divided = passed.get("num_items_in_batch", count) if _takes_count(core) else count
         # A mean over no targets is not a number in most models, and their sum is 0.
-        total = torch.where(count == 0, 0, loss.detach() * divided)
+        total = torch.where(count == 0, 0, loss.detach() * given.get("num_items_in_batch", count))
         figures = LossSums(total, entropy, correct, count, output_of(outputs, "aux_loss")).detached()
-    if num_items_in_batch is not None and not _takes_count(core):
+    if num_items_in_batch is not None and not takes_count:
         loss = torch.where(count == 0, 0, loss * (count / num_items_in_batch))
     return loss, figures
-
-
-def _takes_count(core: nn.Module) -> bool:
-    parameters = inspect.signature(type(core).forward).parameters
-    return any(
-        p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters.values()
-    )
 
 
 def _figures(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.core.logs import get_job_logger, warn_once
+from windlass.core.module_state import without_adapters
 from windlass.core.optional import require
 from windlass.transforms.strategy import device_of
 
@@ -41,8 +42,7 @@ def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
     library: Any = require(
         "liger_kernel.transformers.monkey_patch", "use Liger's kernels (use_liger_kernel=True)"
     )
-    adapted: Any = model
-    base = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
+    base = without_adapters(model)
     name = str(getattr(getattr(base, "config", None), "model_type", type(base).__name__))
     apply = library.MODEL_TYPE_TO_APPLY_LIGER_FN.get(name)
     if apply is None:

@@ -111,8 +111,10 @@ class _Fused(torch.autograd.Function):
         needed = tuple(learning and wanted for wanted in ctx.needs_input_grad[:3])
         split = split or TensorSplit(len(weight))
         gradients = HeadGradients(hidden, weight, bias, needed, split)
-        sums = _Sums(hidden, ChunkLogits(weight, bias, options, split), options, gradients)
-        sums.add_all(targets)
+        logits = ChunkLogits(weight, bias, options, split)
+        sums = _Sums(hidden, logits, options, gradients)
+        for rows in logits.chunks(len(targets)):
+            sums.add(rows, targets[rows])
         ctx.gradients = gradients.made()
         results = sums.results
         ctx.mark_non_differentiable(*results[1:])
@@ -304,12 +306,8 @@ class _Sums:
         self._class_weights = None if weights is None else weights.to(hidden.device, precise)
         self._mine = slice(self._split.mine.start, self._split.mine.stop)
 
-    def add_all(self, targets: Tensor) -> None:
-        """Add all chunks."""
-        for rows in self._logits.chunks(len(targets)):
-            self._add(rows, targets[rows])
-
-    def _add(self, rows: slice, targets: Tensor) -> None:
+    def add(self, rows: slice, targets: Tensor) -> None:
+        """Add those of a chunk, with its targets."""
         options = self._options
         softmax = self._logits.softmax(self._hidden[rows], targets)
         logits, shares, largest, real, here, places, _ = softmax

@@ -1,4 +1,4 @@
-"""Exchanges between ranks that are linear maps, with their transposes for gradients."""
+"""Functions whose gradients are given beside them, such as exchanges between ranks with their transposes."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_job_logger
+from windlass.core.module_state import without_adapters
 from windlass.core.types import IGNORED
 from windlass.transforms.evaluating import vocabulary_of
 
@@ -30,15 +31,12 @@ class ModelLimits:
     @classmethod
     def of(cls, model: nn.Module) -> ModelLimits:
         """Read the limits of a model, of the base model if it has an adapter."""
-        base = getattr(model, "get_base_model", None)
-        model = base() if callable(base) else model
+        model = without_adapters(model)
         config = getattr(model, "config", None)
         if config is None:
             return cls()
-        tokens, is_classifier = (
-            vocabulary_of(model),
-            str(getattr(model, "loss_type", "")).endswith("Classification"),
-        )
+        tokens = vocabulary_of(model)
+        is_classifier = str(getattr(model, "loss_type", "")).endswith("Classification")
         classes = _classes(config) if is_classifier else _output_tokens(model)
         positions = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
         if not isinstance(positions, int) or positions <= 0:
@@ -51,14 +49,8 @@ class ModelLimits:
             and module.num_embeddings >= positions
         ]
         # Models after RoBERTa count positions from behind the padding, whose rows no token gets.
-        padding = max(
-            (
-                t.padding_idx + 1
-                for t in tables
-                if t.padding_idx is not None and t.num_embeddings == positions
-            ),
-            default=0,
-        )
+        exact = [table.padding_idx for table in tables if table.num_embeddings == positions]
+        padding = max((index + 1 for index in exact if index is not None), default=0)
         return cls(tokens, classes, is_classifier, positions - padding, bool(tables))
 
     def check_rows(
@@ -128,8 +120,5 @@ def _classes(config: object) -> int | None:
     """The classes of a classifier; None if its labels are numbers, or several for each row."""
     count = getattr(config, "num_labels", None)
     kind = getattr(config, "problem_type", None)
-    return (
-        count
-        if isinstance(count, int) and count > 1 and kind in (None, "single_label_classification")
-        else None
-    )
+    is_one = isinstance(count, int) and count > 1 and kind in (None, "single_label_classification")
+    return count if is_one else None

@@ -31,17 +31,12 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
     if not alpha:
         yield
         return
-    embeddings = input_embeddings(model)
-    noise = _Noise(alpha)
-    handles = [
+    embeddings, noise = input_embeddings(model), _Noise(alpha)
+    with (
         model.register_forward_pre_hook(noise.look, with_kwargs=True),
         embeddings.register_forward_hook(noise.add),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def input_embeddings(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,14 +45,12 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
     ) -> None:
         self.model, self.batch_number = model, 0
-        self.trace_batch_nums, self.abort_after_batch_num = (
-            list(trace_batch_nums or ()),
-            abort_after_batch_num,
-        )
+        self.trace_batch_nums = list(trace_batch_nums or ())
+        self.abort_after_batch_num = abort_after_batch_num
         self.frames: deque[str] = deque(maxlen=max_frames_to_save)
         names = {module: name for name, module in model.named_modules()}
         self._handles = [
-            module.register_forward_hook(_Noting(self, name or "(the model)"), with_kwargs=True)
+            module.register_forward_hook(partial(self._note, name or "(the model)"), with_kwargs=True)
             for module, name in names.items()
         ]
 
@@ -60,11 +59,13 @@ class DebugUnderflowOverflow:
         for handle in self._handles:
             handle.remove()
 
-    def note(self, module: nn.Module, name: str, inputs: Any, output: Any) -> None:
+    def _note(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Note a forward. Waits for the device."""
         parts: dict[str, dict[str, Tensor]] = {
             "weight": dict(module.named_parameters(recurse=False)),
-            "input": _numbered("input", inputs),
+            "input": _numbered("input", [args, kwargs]),
             "output": _numbered("output", output),
         }
         lines = [f"                  {name} {type(module).__name__}"]
@@ -86,25 +87,13 @@ class DebugUnderflowOverflow:
                 f"{wrong}, in batch {self.batch_number}. The last {len(self.frames)} forwards of modules:\n{_HEAD}\n"
                 + "\n".join(self.frames)
             )
-        if module is self.model:
-            self._end_batch()
-
-    def _end_batch(self) -> None:
+        if module is not self.model:
+            return
         self.batch_number += 1
         if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
             raise RuntimeError(
                 f"stopped after {self.batch_number} batches: abort_after_batch_num={self.abort_after_batch_num}"
             )
-
-
-class _Noting:
-    """The hook of one module."""
-
-    def __init__(self, watch: DebugUnderflowOverflow, name: str) -> None:
-        self._watch, self._name = watch, name
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._watch.note(module, self._name, (*args, *kwargs.values()), output)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from windlass.config.plan import PipelinePlan
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.module_state import keep_elsewhere, state_of
+from windlass.core.module_state import keep_elsewhere, state_of, without_adapters
 from windlass.core.trees import send_to_device
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import Absent, from_part, is_sharded, local, present
@@ -32,7 +32,6 @@ from windlass.transforms.stage_balance import StageBalance
 from windlass.transforms.stage_forwards import output_tensors
 from windlass.transforms.staged_model import StagedModel, staged_of
 from windlass.transforms.strategy import Strategy
-from windlass.transforms.tensor_plan import without_adapters
 
 
 class StageCopies(Strategy):

@@ -8,8 +8,10 @@ same batch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,33 +180,22 @@ class _Call:
         return tensor is not None and any(value is tensor for value in (*self.args, *self.kwargs.values()))
 
 
-@dataclass(slots=True)
-class _Trace:
-    calls: list[_Call] = field(default_factory=list)
-
-    def watch(self, name: str, unit: nn.Module) -> list[Any]:
-        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.calls.append(_Call(name, args, kwargs))
-
-        def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self.calls[-1].output = output
-
-        return [
-            unit.register_forward_pre_hook(begin, with_kwargs=True),
-            unit.register_forward_hook(end, with_kwargs=True),
-        ]
-
-
 def _traced(model: nn.Module, units: Mapping[str, nn.Module], example: Example) -> tuple[list[_Call], Any]:
+    calls: list[_Call] = []
+
+    def begin(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(_Call(name, args, kwargs))
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        calls[-1].output = output
+
     args, kwargs = example
-    trace = _Trace()
-    hooks = [hook for name, unit in units.items() for hook in trace.watch(name, unit)]
-    try:
-        with evaluating(model):
-            return trace.calls, model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as stack:
+        for name, unit in units.items():
+            stack.enter_context(unit.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
+            stack.enter_context(unit.register_forward_hook(end))
+        stack.enter_context(evaluating(model))
+        return calls, model(*args, **kwargs)
 
 
 def _cut_of(calls: list[_Call], points: Sequence[str], units: Mapping[str, nn.Module]) -> Cut:

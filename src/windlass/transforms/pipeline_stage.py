@@ -56,14 +56,8 @@ class PipelineStage:
     def clear_runtime_states(self) -> None:
         """Forget what an update that failed left."""
         self._link.settle()
-        for kept in (
-            self._received,
-            self._forwarded,
-            self._gradients,
-            self._input_gradients,
-            self._weight_work,
-        ):
-            kept.clear()
+        self._received, self._forwarded, self._gradients = {}, {}, {}
+        self._input_gradients, self._weight_work = {}, {}
 
     # --- set-up: nothing is inferred --------------------------------------------------------------------------------
 
@@ -109,10 +103,8 @@ class PipelineStage:
         """Send what this stage ends with."""
         if self.is_last:
             return []
-        tensor, to = (
-            self._forwarded[fwd_chunk_id][0].detach().contiguous(),
-            self._staged.placement[self.stage_index + 1],
-        )
+        tensor = self._forwarded[fwd_chunk_id][0].detach().contiguous()
+        to = self._staged.placement[self.stage_index + 1]
         self._link.announce(tensor, to)
         return [self._link.sending(tensor, to)]
 

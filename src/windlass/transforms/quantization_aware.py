@@ -17,6 +17,7 @@ from windlass.config.sections.fields import QAT_SCHEMES
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
+from windlass.transforms.linear_exchange import exchange, same
 
 _log = get_job_logger(__name__)
 GROUP = 32  # weights of 4 bits that share a scale
@@ -92,18 +93,7 @@ class _StraightThrough(nn.Module):
         self.config.hp_value_lb = _SMALLEST
 
     def forward(self, value: Tensor) -> Tensor:
-        rounded: Tensor = _PassGradient.apply(value, self.rounding)  # type: ignore[no-untyped-call]
-        return rounded
-
-
-class _PassGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, rounding: Any) -> Tensor:
-        return rounding(value)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return exchange(value, self.rounding, same)
 
 
 def _check_model(model: nn.Module, scheme: str) -> None:

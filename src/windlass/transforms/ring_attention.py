@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,12 +84,6 @@ def _grouped(states: Tensor, key: Tensor) -> Tensor:
     return states.reshape(rows, key.shape[1], heads // key.shape[1], tokens, size)
 
 
-class _Tile(NamedTuple):
-    queries: slice
-    keys: slice
-    mask: Tensor | None
-
-
 class _RingAttention(torch.autograd.Function):
     """Saves the part of this rank, its result and the logarithms of the sums of its softmax; keys travel again."""
 
@@ -104,17 +98,17 @@ class _RingAttention(torch.autograd.Function):
         total = torch.zeros_like(top)
         sums = total.new_zeros(*grouped.shape[:-1], value.shape[-1])
         for owner, (keys, values) in _travel([key, value], sight.division.size, rank, group):
-            for tile in _tiles(sight, rank, owner, query.device):
-                part = grouped[..., tile.queries, :].to(precise)
-                scores = _scores(part, keys[:, :, tile.keys].to(precise), tile.mask, scale)
-                before = top[..., tile.queries, :]
+            for rows, columns, mask in _tiles(sight, rank, owner, query.device):
+                part = grouped[..., rows, :].to(precise)
+                scores = _scores(part, keys[:, :, columns].to(precise), mask, scale)
+                before = top[..., rows, :]
                 highest = torch.maximum(before, scores.amax(-1, keepdim=True))
                 finite = highest.masked_fill(highest == -torch.inf, 0)  # a query that has seen nothing yet
                 weights, kept = torch.exp(scores - finite), torch.exp(before - finite)
-                top[..., tile.queries, :] = highest
-                total[..., tile.queries, :].mul_(kept).add_(weights.sum(-1, keepdim=True))
-                added = _times(weights, values[:, :, tile.keys].to(precise))
-                sums[..., tile.queries, :].mul_(kept).add_(added)
+                top[..., rows, :] = highest
+                total[..., rows, :].mul_(kept).add_(weights.sum(-1, keepdim=True))
+                added = _times(weights, values[:, :, columns].to(precise))
+                sums[..., rows, :].mul_(kept).add_(added)
         blind = total == 0
         attended = (sums / total.masked_fill(blind, 1)).to(query.dtype)
         # Infinite for padding: its weights are zero again in the backward.
@@ -137,34 +131,32 @@ class _RingAttention(torch.autograd.Function):
         of_query = torch.zeros_like(grouped, dtype=logs.dtype)
 
         def add(owner: int, keys: Tensor, values: Tensor, sums: list[Tensor]) -> None:
-            for tile in _tiles(ctx.sight, ctx.rank, owner, query.device):
-                q, k, v = (
-                    states.to(logs.dtype)
-                    for states in (
-                        grouped[..., tile.queries, :],
-                        keys[:, :, tile.keys],
-                        values[:, :, tile.keys],
-                    )
-                )
-                part = upper[..., tile.queries, :]
-                scores = _scores(q, k, tile.mask, ctx.scale)
-                weights = torch.exp(scores - logs[..., tile.queries, :])
-                slopes = weights * (_times(part, v.mT) - mean[..., tile.queries, :]) * ctx.scale
-                of_query[..., tile.queries, :] += _times(slopes, k)
-                sums[0][:, :, tile.keys] += slopes.flatten(2, 3).mT @ q.flatten(2, 3)
-                sums[1][:, :, tile.keys] += weights.flatten(2, 3).mT @ part.flatten(2, 3)
+            for rows, columns, mask in _tiles(ctx.sight, ctx.rank, owner, query.device):
+                parts = grouped[..., rows, :], keys[:, :, columns], values[:, :, columns]
+                q, k, v = (states.to(logs.dtype) for states in parts)
+                part = upper[..., rows, :]
+                scores = _scores(q, k, mask, ctx.scale)
+                weights = torch.exp(scores - logs[..., rows, :])
+                slopes = weights * (_times(part, v.mT) - mean[..., rows, :]) * ctx.scale
+                of_query[..., rows, :] += _times(slopes, k)
+                sums[0][:, :, columns] += slopes.flatten(2, 3).mT @ q.flatten(2, 3)
+                sums[1][:, :, columns] += weights.flatten(2, 3).mT @ part.flatten(2, 3)
 
         size = ctx.sight.division.size
         of_key, of_value = _travel_with_sums([key, value], logs.dtype, size, ctx.rank, ctx.group, add)
         return of_query.flatten(1, 2).to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-def _tiles(sight: Sight, rank: int, owner: int, device: torch.device) -> Iterator[_Tile]:
-    """The tiles of the scores of the queries of `rank` with the keys of `owner` that are not wholly hidden."""
+def _tiles(
+    sight: Sight, rank: int, owner: int, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """The tiles of the scores of the queries of `rank` with the keys of `owner` that are not wholly hidden: its
+    rows, its columns, and the mask.
+    """
     for places, queries in _pieces(sight.division, rank):
         for others, keys in _pieces(sight.division, owner):
             if sight.meets(places, others):
-                yield _Tile(queries, keys, sight.mask(places, others, device))
+                yield queries, keys, sight.mask(places, others, device)
 
 
 def _pieces(division: Zigzag, rank: int) -> Iterator[tuple[range, slice]]:

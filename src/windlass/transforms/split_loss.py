@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +22,6 @@ from windlass.transforms.tensor_split import TensorSplit, split_cross_entropy, s
 
 _log = get_job_logger(__name__)
 _TRAINED = "Set tp_size=1, or return a loss of your own (compute_loss_func)."
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Logits of this rank's part of the vocabulary."""
-
-    logits: Tensor
-    split: TensorSplit
-
-    def whole(self) -> Tensor:
-        """The logits of all tokens, on every rank. Collective, without communication in the backward."""
-        return self.split.whole(self.logits)
 
 
 class SplitLoss:
@@ -115,11 +102,11 @@ class SplitLoss:
             raise ModelError(
                 f"{type(model).__name__} has not computed its loss by its loss function. {_TRAINED}"
             )
-        logits = _Part(output["logits"], self._head.split)
+        part, split = output["logits"], self._head.split
         if set(output) - {"loss", "logits"}:
-            output["logits"] = logits.whole()
+            output["logits"] = split.whole(part)
             return output
-        return DividedOutput(output["loss"], logits)
+        return DividedOutput(output["loss"], lambda: split.whole(part))
 
 
 def split_loss(module: nn.Module) -> None:

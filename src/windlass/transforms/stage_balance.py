@@ -51,13 +51,11 @@ class StageBalance(WholeBalance):
             pairs = enumerate(output) if isinstance(output, tuple) else [(None, output)]
             returned.extend((module, place, value) for place, value in pairs if isinstance(value, Tensor))
 
-        hooks = [module.register_forward_hook(note) for module in self._module.modules()]
-        try:
-            with self.applied():
-                found, output = find()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as stack:
+            for module in self._module.modules():
+                stack.enter_context(module.register_forward_hook(note))
+            stack.enter_context(self.applied())
+            found, output = find()
         for logits in (output.get("router_logits") if isinstance(output, Mapping) else None) or ():
             self._watch(logits, returned)
         return found, output

@@ -79,11 +79,7 @@ class StageForwards:
         """What a stage begins with; None if an earlier one failed."""
         if stage == 0 or stage - 1 in self._local:
             return self._handed
-        source = self._placement[stage - 1]
-        room = self._link.expect(source)
-        if room is not None:
-            self._link.run(self._link.receiving(room, source))
-        return room
+        return self._link.receive(self._placement[stage - 1])
 
     def _pass_on(self, stage: int, tensor: Tensor | None) -> None:
         if stage == len(self._placement) - 1:
@@ -92,10 +88,7 @@ class StageForwards:
             # None, too: by it the next stage learns that this one failed.
             self._handed = tensor
             return
-        to = self._placement[stage + 1]
-        self._link.announce(tensor, to)
-        if tensor is not None:
-            self._link.start(self._link.sending(tensor.contiguous(), to))
+        self._link.send(tensor, self._placement[stage + 1])
 
     def _shared(self, result: Any, described: Any) -> Any:
         kind, entries = described

@@ -79,9 +79,19 @@ class StageLink:
         for work in dist.batch_isend_irecv(list(operations)) if operations else ():
             work.wait()
 
-    def start(self, operation: dist.P2POp) -> None:
-        """Start an operation; `settle` waits for it."""
-        self._under_way += [(work, operation.tensor) for work in dist.batch_isend_irecv([operation])]
+    def send(self, tensor: Tensor | None, to: int) -> None:
+        """Announce a tensor and start to send it; `settle` waits for that. None: this stage failed."""
+        self.announce(tensor, to)
+        if tensor is not None:
+            operation = self.sending(tensor.contiguous(), to)
+            self._under_way += [(work, operation.tensor) for work in dist.batch_isend_irecv([operation])]
+
+    def receive(self, source: int) -> Tensor | None:
+        """What `send` sends."""
+        room = self.expect(source)
+        if room is not None:
+            self.run(self.receiving(room, source))
+        return room
 
     def settle(self) -> None:
         """Wait for all that is under way."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -38,15 +37,6 @@ from windlass.transforms.stage_link import StageLink
 from windlass.transforms.stage_views import StageEnd, StageView
 
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True)
-class _Step:
-    """A micro-batch that runs on one stage of this rank."""
-
-    stage: int
-    index: int
-    calls: int = 0  # of the model
 
 
 def staged_of(module: nn.Module) -> StagedModel | None:
@@ -98,8 +88,8 @@ class StagedModel(ElsewhereState):
         self._stage_of = cut.stage_of()
         self._divide(cut, device)
         self._views = {stage: StageView(module, cut, stage, balance) for stage in self.local}
-        self._forwards = StageForwards(self.link, placement, self._compute)
-        self._step: _Step | None = None
+        self._step: tuple[int, int] | None = None  # the stage and the micro-batch of a training step
+        self._calls = 0  # of the model in it
         self._forward = module.forward
         module.forward = self._new_forward()
 
@@ -233,12 +223,6 @@ class StagedModel(ElsewhereState):
         """Each parameter as ranks of the job write it."""
         return self._values
 
-    def loaded(self) -> None:
-        """Nothing to do: parameters were filled in place."""
-
-    def let_go(self) -> None:
-        """Nothing to do: the model stays divided."""
-
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Context in which every rank has all parameters, and computes forwards by itself. Collective."""
@@ -277,7 +261,7 @@ class StagedModel(ElsewhereState):
         Returns:
             The tensor with which the stage ends; on the last stage what `body` returns.
         """
-        self._step = step = _Step(stage, index)
+        self._step, self._calls = (stage, index), 0
         self.randomness.at(index)
         self._views[stage].enter(received)
         try:
@@ -287,7 +271,7 @@ class StagedModel(ElsewhereState):
         finally:
             self._views[stage].leave()
             self._step = None
-        if not step.calls:
+        if not self._calls:
             raise ModelError(
                 "the training step did not call the model, whose layers a pipeline divides among processes: call "
                 "`model(**inputs)` in it once, or set pp_size=1"
@@ -295,20 +279,20 @@ class StagedModel(ElsewhereState):
         return result
 
     def _run_or_share(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step = self._step
-        if step is None:
+        if self._step is None:
             return self.together([(args, kwargs)])[0]
-        step.calls += 1
-        if step.calls > 1:
+        self._calls += 1
+        if self._calls > 1:
             raise ModelError(
                 "the training step calls the model twice, and a pipeline computes it once for each micro-batch: join "
                 "the batches into one call, or set pp_size=1"
             )
         # Ranks that divide the rows of a batch drop different tokens.
+        stage, index = self._step
         part = self.link.ranks.over("context").rank
-        self.randomness.at(step.index, 1 + step.stage + part * self.stages)
-        result = self._computed(step.stage, (args, kwargs), self.at_end)
-        self.randomness.at(step.index, 0)
+        self.randomness.at(index, 1 + stage + part * self.stages)
+        result = self._computed(stage, (args, kwargs), self.at_end)
+        self.randomness.at(index, 0)
         return result
 
     def _computed(self, stage: int, call: Call, at_end: Callable[[Tensor], Tensor]) -> Any:
@@ -326,7 +310,7 @@ class StagedModel(ElsewhereState):
     @torch.no_grad()
     def together(self, calls: Sequence[Call]) -> list[Any]:
         """The results of forwards with these arguments, on every rank. Collective, without gradients."""
-        return self._forwards.run(calls)
+        return StageForwards(self.link, self.placement, self._compute).run(calls)
 
     def _compute(self, stage: int, received: Tensor | None, call: Call) -> Any:
         self._views[stage].enter(received)

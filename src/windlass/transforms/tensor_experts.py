@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.dist.device_mesh import part_along
 from windlass.dist.gang import Gang
-from windlass.transforms.expert_layers import DividedExperts
-from windlass.transforms.expert_parts import computing_with
+from windlass.transforms.expert_layers import DividedExperts, computing_with
 from windlass.transforms.mixing import mix
 from windlass.transforms.tensor_split import TensorSplit, copied, mine, summed
 

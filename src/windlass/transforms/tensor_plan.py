@@ -1,21 +1,21 @@
 """Which layers of a model are divided among the ranks of a tensor gang: its plan, and what it cannot be.
 
 The plan is the attribute `tp_plan`, which models of transformers have: pattern of names, in which * is a number or a
-name -> style. Families without one have theirs in `tensor_plans.py`.
+name -> style. Families without one have theirs here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.module_state import without_adapters
 from windlass.core.optional import is_imported, require
 from windlass.transforms.expert_plan import check_experts, style_in
-from windlass.transforms.tensor_plans import plan_of
 
 SUMMED = "replicated_with_grad_allreduce"
 """The style of layers that are whole, and compute with some of the heads: their gradients are sums over ranks."""
@@ -44,7 +44,7 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     model without a plan, or a plan that cannot be followed.
     """
     name, base = type(module).__name__, without_adapters(module)
-    plan = plan_of(base)
+    plan = _plan_of(base)
     if not isinstance(plan, Mapping) or not plan:
         fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
         raise ConfigError(Problem("model", name, fix))
@@ -81,12 +81,6 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     if not any(style not in (SUMMED, HEADS) for _, style in found.values()):
         raise ConfigError(Problem("model", name, "none of its layers has a name of its plan; set tp_size=1"))
     return found
-
-
-def without_adapters(module: nn.Module) -> nn.Module:
-    """The model that adapters of peft were added to, in which layers have the names of its plan; else the module."""
-    base: Callable[[], nn.Module] | None = getattr(module, "get_base_model", None)
-    return module if base is None else base()
 
 
 def _with_adapters(path: str, layer: nn.Module, style: str) -> Iterator[tuple[str, nn.Module]]:
@@ -180,3 +174,58 @@ def _check_layer(path: str, layer: nn.Module, style: str, ranks: int) -> None:
     size = layer.get_parameter("weight").shape[int((style in ROWS) != inputs_first)]
     if size % ranks:
         raise ConfigError(Problem("tp_size", ranks, f"must divide the size of {path}, which is {size}"))
+
+
+# --- the plans of families whose models have none ---------------------------------------------------------------------
+
+
+def _block(attention: str, made: str, joined: str, up: str, down: str) -> dict[str, str]:
+    """Styles of the layers of a block: its attention, in it what makes queries, keys and values and what joins heads,
+    and a feed-forward.
+    """
+    inputs = [f"{attention}.{name}" for name in made.split()]
+    styles = {attention: HEADS, **dict.fromkeys(inputs, "colwise"), f"{attention}.{joined}": "rowwise"}
+    return styles | dict.fromkeys(up.split(), "colwise") | {down: "rowwise"}
+
+
+def _decoder(stack: str, embedding: str, blocks: str, styles: Mapping[str, str]) -> dict[str, str]:
+    """The plan of a model with a head, and of its `stack` alone."""
+    inner = {embedding: "embedding_rowwise"} | {f"{blocks}.*.{path}": s for path, s in styles.items()}
+    return {"lm_head": "colwise_gather_output", **inner} | {f"{stack}.{path}": s for path, s in inner.items()}
+
+
+def _gpt2() -> dict[str, str]:
+    # Queries, keys and values are one weight, of which a part would not be one stretch of rows. So it is divided as it
+    # is, and its outputs are gathered.
+    attention = {"attn.c_attn": "colwise_gather_output", "attn.c_proj": "rowwise_split_input"}
+    return _decoder("transformer", "wte", "h", attention | {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"})
+
+
+def _t5() -> dict[str, str]:
+    dense = "layer.*.DenseReluDense."
+    styles: dict[str, str] = {}
+    for kind in ("layer.*.SelfAttention", "layer.*.EncDecAttention"):
+        styles |= _block(kind, "q k v", "o", f"{dense}wi {dense}wi_0 {dense}wi_1", f"{dense}wo")
+        styles[f"{kind}.relative_attention_bias"] = HEADS_EMBEDDING
+    encoder, decoder = (_decoder(name, "embed_tokens", "block", styles) for name in ("encoder", "decoder"))
+    return {"shared": "embedding_rowwise", **encoder, **decoder}
+
+
+_GPTJ = _block("attn", "q_proj k_proj v_proj", "out_proj", "mlp.fc_in", "mlp.fc_out")
+_BLOOM = _block("self_attention", "query_key_value", "dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+_OPT = _block("self_attn", "q_proj k_proj v_proj", "out_proj", "fc1", "fc2")
+# By the model type of a configuration.
+_OF_FAMILIES = {
+    "gpt2": _gpt2(),
+    "gptj": _decoder("transformer", "wte", "h", _GPTJ),
+    "bloom": _decoder("transformer", "word_embeddings", "h", _BLOOM),
+    "opt": _decoder("model.decoder", "embed_tokens", "layers", _OPT),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _t5()),
+}
+
+
+def _plan_of(model: nn.Module) -> Any:
+    """The plan of a model: its attribute `tp_plan`, else that of its family, else what the attribute is."""
+    own = getattr(model, "tp_plan", None)
+    family = _OF_FAMILIES.get(getattr(getattr(model, "config", None), "model_type", None) or "")
+    return own if own or family is None else family

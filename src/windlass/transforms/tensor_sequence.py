@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.module_state import without_adapters
 from windlass.core.rng import ForwardRandomness
 from windlass.core.tensors import makes_fakes
 from windlass.core.trees import tensors_in
 from windlass.dist.gang import Gang
 from windlass.transforms.evaluating import evaluating, rounding, short_row
 from windlass.transforms.mixing import mix
-from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED, without_adapters
+from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED
 from windlass.transforms.tensor_split import Joined, TensorSplit, part_of, scaled, whole_of
 
 FIELD = "TorchTensorParallelConfig.enable_sequence_parallel"
@@ -265,7 +266,7 @@ def _stack_of(model: nn.Module, styles: Mapping[int, str]) -> tuple[nn.Module, l
             # Blocks may have lists inside, such as of experts, which are no stacks.
             if id(child) in inside or not isinstance(child, nn.ModuleList):
                 continue
-            if len(child) and all(_has_any(block, styles) for block in child):
+            if len(child) and all(any(id(part) in styles for part in block.modules()) for block in child):
                 found.append((module, list(child)))
                 inside.update(map(id, child.modules()))
     is_pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -276,10 +277,6 @@ def _stack_of(model: nn.Module, styles: Mapping[int, str]) -> tuple[nn.Module, l
         )
         raise ConfigError(Problem(FIELD, True, fix))
     return found[0]
-
-
-def _has_any(module: nn.Module, styles: Mapping[int, str]) -> bool:
-    return any(id(part) in styles for part in module.modules())
 
 
 def _divide_child(child: Any, parts: SequenceParts, styles: Mapping[int, str], ranks: int) -> None:

@@ -14,14 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
 from windlass.transforms.context import division_of
-from windlass.transforms.divided_sequences import group_of
-from windlass.transforms.linear_exchange import exchange, same
+from windlass.transforms.linear_exchange import exchange
 
 _NAME = "load_balancing_loss_func"
 
@@ -108,9 +106,12 @@ class WholeBalance:
         everywhere = self._everywhere and part.training and torch.is_grad_enabled()
         if everywhere or division is not None:
             ranks = self._ranks if everywhere else self._ranks.over("context")
+
+            def total(share: Tensor) -> Tensor:
+                return ranks.sum_on_device(share.detach().clone(memory_format=torch.contiguous_format))
+
             # Each rank's loss depends on the sum, so that its gradient is the sum of theirs.
-            sum_over = partial(_summed, group=group_of(ranks))
-            sums = exchange(sums, sum_over, sum_over)
+            sums = exchange(sums, total, total)
         return balance(sums) / (1 if division is None else division.zigzag.size)
 
     def release(self) -> None:
@@ -148,14 +149,6 @@ def balance(sums: Tensor) -> Tensor:
     tokens = tokens.clamp(min=1)  # 0 if no rank has a batch that counts
     loss: Tensor = ((chosen / tokens) * (probability / tokens)).sum() * len(tokens)
     return loss.float()
-
-
-def _summed(share: Tensor, group: Any) -> Tensor:
-    if group is None:
-        return same(share)
-    total = share.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def _namespace_of(part: nn.Module) -> dict[str, Any] | None:
