@@ -183,15 +183,31 @@ def test_a_division_of_a_part_stays_and_is_warned_of(folder: Path, capfd: Any) -
     assert ends[0] == ends[1]
 
 
-def test_a_declared_loss_is_used_as_it_is_declared(folder: Path) -> None:
-    class Declared(Counted):
-        loss_is_scaled_for_ga = False
-
+@pytest.mark.parametrize("cls", [Counted, Twice])
+def test_it_is_undone_for_a_declared_loss(cls: type[Trainer], folder: Path) -> None:
     norms = []
-    for cls in (Whole, Declared):
+    for kind in (Whole, type("Declared", (cls,), {"loss_is_scaled_for_ga": False})):
         torch.manual_seed(0)
         args = TrainingArguments(**{**options(folder, 2, 4), "max_steps": 1})
-        trainer = cls(PlainModel(), args, train_dataset=ROWS, data_collator=collate)
+        trainer = kind(PlainModel(), args, train_dataset=ROWS, data_collator=collate)
         trainer.train()
         norms.append(trainer.state.log_history[0]["grad_norm"])
-    assert norms[1] == norms[0] / 4
+    assert norms[1] == norms[0]
+
+
+class InSomeUpdates(Whole):
+    """The step divides if there are several micro-batches: by their number."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        if self.current_gradient_accumulation_steps == self.args.gradient_accumulation_steps:
+            loss = loss / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_step_may_divide_in_some_updates_only(folder: Path) -> None:
+    whole, some = (outcome(cls, folder / cls.__name__, 3) for cls in (Whole, InSomeUpdates))
+    assert some["loss"] == pytest.approx(whole["loss"], rel=TOLERANCE)
+    assert some["weights"] == pytest.approx(whole["weights"], rel=TOLERANCE)

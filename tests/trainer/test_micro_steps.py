@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +14,46 @@ from torch import Tensor
 
 from windlass import Trainer, TrainingArguments
 from windlass.core.errors import ModelError
-from windlass.trainer.micro_steps import StepDivision
+from windlass.trainer.micro_steps import StepCheck
 
 
-def division(number: int = 3) -> StepDivision:
-    return StepDivision(frozenset({"gradient_accumulation_steps"}), number)
+def check(asked: int = 3, name: str = "gradient_accumulation_steps") -> StepCheck:
+    step = StepCheck(frozenset({name} if name else ()), asked)
+    step.returned(torch.tensor(1.0, dtype=torch.bfloat16))
+    return step
 
 
-def test_a_division_in_bfloat16_is_seen() -> None:
-    step, loss = division(), torch.tensor(1.0, dtype=torch.bfloat16)
-    step.returned(loss)
-    step.decide(loss / 3, 3)
-    assert step.by(3) == 3
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", ""])
+@pytest.mark.parametrize("by", [2, 3])
+def test_a_division_that_is_not_seen_is_refused_also_in_bfloat16(by: int, name: str) -> None:
+    """There are 2 micro-batches in an update for which 3 were asked."""
+    step = check(3, name)
+    with pytest.raises(ModelError, match=rf"divides the loss by {by} .* in a way that is not seen"):
+        step.check(torch.tensor(1.0, dtype=torch.bfloat16) / by, 2)
 
 
 def test_a_step_that_names_the_accumulation_and_changes_the_loss_otherwise_is_refused() -> None:
-    step, loss = division(), torch.tensor(1.0)
-    step.returned(loss)
     with pytest.raises(ModelError, match=r"names gradient_accumulation_steps .* nor a part of 3 of it"):
-        step.decide((loss + 0.5) / 3, 3)
+        check().check(torch.tensor(0.5), 3)
 
 
-def test_without_accumulation_a_step_may_change_the_loss() -> None:
-    step, loss = division(1), torch.tensor(1.0)
-    step.returned(loss)
-    step.decide(loss + 0.5, 1)
-    assert step.by(1) == 1
+def test_a_step_that_does_not_may_change_the_loss() -> None:
+    step = check(name="")
+    step.check(torch.tensor(0.6), 3)
+    assert step.passed
 
 
-@pytest.mark.parametrize(("divisor", "first"), [(2, 3), (2, 2), (3, 3), (3, 2), (1, 1), (3, 1)])
-def test_which_of_two_numbers_divides_shows_in_a_shorter_update(divisor: int, first: int) -> None:
-    """`first` micro-batches are in the first update; 3 are asked for, and the last update has `shorter`."""
-    step = StepDivision(frozenset({"gradient_accumulation_steps", "current_gradient_accumulation_steps"}), 3)
-    shorter = min(divisor, 2)
-    for micro_batches in (first, 3, shorter, 3, shorter):
-        by = 3 if divisor == 3 else micro_batches
-        if not step.is_decided(micro_batches):
-            step.returned(1.0)
-            step.decide(1.0 / by, micro_batches)
-        assert step.by(micro_batches) == by
-    assert step.is_decided(1)
-    assert step.is_decided(2)
-
-
-def test_a_step_that_divides_in_some_updates_only_is_refused() -> None:
-    step = StepDivision(frozenset({"gradient_accumulation_steps", "current_gradient_accumulation_steps"}), 3)
-    step.returned(1.0)
-    step.decide(1.0 / 3, 3)
-    step.returned(1.0)
-    with pytest.raises(ModelError, match="neither that loss nor a part of 3 of it"):
-        step.decide(1.0, 2)
+@pytest.mark.parametrize("loss", [0.0, math.nan])
+def test_a_loss_that_shows_nothing_does_not_decide(loss: float) -> None:
+    step = check()
+    step.returned(torch.tensor(loss))
+    step.check(torch.tensor(loss), 3)
+    step.returned(torch.tensor(1.0))
+    step.check(torch.tensor(1.0), 1)
+    assert not step.passed
+    step.returned(torch.tensor(1.0))
+    step.check(torch.tensor(1.0), 2)
+    assert step.passed
 
 
 def test_a_step_with_two_backwards_is_told_what_is_logged(tmp_path: Path, said: list[str]) -> None:

@@ -25,12 +25,12 @@ class NumberUse:
 
     def divided(self, dividend: Any, quotient: Any, micro_batches: int) -> None:
         """Note that a tensor was divided by the number of micro-batches itself."""
-        self._divisor = micro_batches * self.divisor(dividend)
+        self._divisor = micro_batches * (self.divisor(dividend) or 1)
         self._quotient = quotient
 
-    def divisor(self, loss: Any) -> int:
-        """What `loss` as a whole was divided by; 1 if the last such division has another result."""
-        return self._divisor if loss is self._quotient else 1
+    def divisor(self, loss: Any) -> int | None:
+        """What `loss` as a whole was divided by; None if it is not the result of the last such division."""
+        return self._divisor if loss is self._quotient else None
 
 
 _watch: NumberUse | None = None

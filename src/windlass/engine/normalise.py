@@ -100,8 +100,7 @@ class UpdateNormaliser(Normaliser):
     Attributes:
         meaning: of a plain loss.
         watchers: called with each loss that is passed to `backward`.
-        divided_by: the number by which a script's training step has divided the loss of the present micro-batch.
-        seen_divisor: the same for the present loss, as far as the division was seen.
+        divided_by: the number of micro-batches, if a script has divided the present loss by it.
         denominator: targets of the update over all ranks; 1 without any, because it is a divisor.
         targets: of the present micro-batch.
         last, filler: the present micro-batch is the last one of its update; it has no weight.
@@ -118,7 +117,7 @@ class UpdateNormaliser(Normaliser):
         super().__init__(ranks, sum_on_device)
         self.meaning = meaning
         self.watchers: tuple[Callable[[Any], None], ...] = ()
-        self.divided_by = self.seen_divisor = 1
+        self.divided_by = 1
         self.denominator, self.targets, self._share_of_samples = 1.0, 0.0, 0.0
         self.last, self.filler, self._empty = True, False, False
         self.share: Tensor | None = None
@@ -128,9 +127,9 @@ class UpdateNormaliser(Normaliser):
         self._waiting: Tensor | None = None
         self._total: Tensor | None = None
 
-    def scope(self, update: UpdateBatch, index: int, divided_by: int = 1) -> None:
+    def scope(self, update: UpdateBatch, index: int) -> None:
         """Start micro-batch `index` of an update, and with the first one the update."""
-        self.divided_by = divided_by
+        self.divided_by = 1
         if index == 0:
             self.denominator = update.denominator or 1.0
             self._aux_loss = self._waiting = self._total = self.weight = None
@@ -184,8 +183,7 @@ class UpdateNormaliser(Normaliser):
             # A micro-batch without targets may still have a sum over other positions; a mean over targets is NaN.
             loss = _finite(loss) if self._empty else loss
             factor = self.targets / self.denominator * self.ranks
-        # A division of the step's that was seen is the same one.
-        factor *= max(self.divided_by, self.seen_divisor)
+        factor *= self.divided_by
         return loss if factor == 1.0 else _weigh(loss, factor)
 
     def _terms(self, terms: LossTerms) -> Tensor:

@@ -209,7 +209,7 @@ class LossPolicy:
     def _look(self, loss: Tensor | LossTerms) -> None:
         """Look at the loss that a script passes to backward, before it is normalised; see `ScriptLoss.look`."""
         self.script.look(loss)
-        self.normaliser.seen_divisor = self.script.divisor(loss)
+        self.normaliser.divided_by = self.script.divisor(loss) or 1
         if self.script.complete:
             self._use_as_it_is()
         elif self.settings.of_script and not self.normaliser.targets and self.script.read_count:

@@ -16,7 +16,7 @@ from windlass.engine.executor import StepHooks
 from windlass.trainer.batch_faults import Fed
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.run_context import RunContext
-from windlass.trainer.script_loss import CURRENT, MICRO_BATCHES, names_in_code
+from windlass.trainer.script_loss import MICRO_BATCHES, names_in_code
 
 _TOLERANCE = 4e-3  # bf16 rounds a quotient by 2^-9 of it; the least ratio looked for is 1/2
 
@@ -35,7 +35,7 @@ class MicroSteps(StepHooks):
         self._is_watched = self._needs_count = False
         self.clip = None if hooks.clips is None else hooks.clip
         self._asked = context.plan.batches.asked
-        self._division: StepDivision | None = None
+        self._unchecked: StepCheck | None = None
 
     def begin(self, batch: Any, accumulation: int, ids: Sequence[int] = ()) -> None:
         """Before the first update: measure the loss on its first batch, and warm up the model. `ids`: the positions of
@@ -48,15 +48,15 @@ class MicroSteps(StepHooks):
             raise
         self._needs_count = self._loss.needs_count
         self._is_watched = self._loss.script.is_watched
-        self.check_division(accumulation)
+        self.check_step(accumulation)
         with self._accelerator.discarding():
             self._executor.warm_up(lambda: self._discarded(batch))
 
-    def check_division(self, accumulation: int) -> None:
-        """Find out if a step of the script's own divides by the number of micro-batches, if there are several."""
-        if accumulation > 1 and self._division is None and not self._loss.settings.default_step:
+    def check_step(self, accumulation: int) -> None:
+        """Have a step of the script's own checked, if there are several micro-batches."""
+        if accumulation > 1 and not self._loss.settings.default_step:
             names = names_in_code([self._hooks.loss.training_step]) & MICRO_BATCHES
-            self._division = StepDivision(names, self._asked)
+            self._unchecked = StepCheck(names, self._asked)
 
     def _discarded(self, batch: Any) -> Tensor:
         targets = self._hooks.loss.count_targets(batch)
@@ -70,18 +70,13 @@ class MicroSteps(StepHooks):
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         """Run micro-batch `index` of an update; return this rank's share of the update's loss, detached."""
         normaliser, batch, accumulation = self._normaliser, update.batches[index], self._accumulation
-        division = self._division
-        normaliser.scope(update, index, 1 if division is None else division.by(len(update.batches)))
+        normaliser.scope(update, index)
         # Experts are neither counted nor balanced by a batch without weight.
         self._executor.strategy.filling = normaliser.filler
         accumulation.micro_batches, accumulation.sync_gradients = len(update.batches), normaliser.last
         count = self._loss.count(normaliser.denominator) if self._needs_count else None
         try:
-            looked_at = division is not None and not division.is_decided(len(update.batches))
-            if looked_at or self._is_watched:
-                returned = self._observed_step(batch, count, division if looked_at else None)
-            else:
-                returned = self._step(batch, count)
+            returned = self._watched_step(batch, count) if self._is_watched else self._step(batch, count)
         except Exception as error:
             self._faults.explain(error, Fed("training", batch, update.ids[index]))
             raise
@@ -107,29 +102,31 @@ class MicroSteps(StepHooks):
             )
         self._normaliser.note_loss(returned)
 
-    def _observed_step(self, batch: Any, count: Tensor | None, division: StepDivision | None) -> Any:
-        with contextlib.ExitStack() as stack:
-            if division is not None:
-                stack.enter_context(self._deciding(division))
-            if self._is_watched:
-                stack.enter_context(self._loss.script.watching(self._hooks.loss.args))
-            return self._step(batch, count)
+    def _watched_step(self, batch: Any, count: Tensor | None) -> Any:
+        with self._loss.script.watching(self._hooks.loss.args):
+            if self._unchecked is None:
+                return self._step(batch, count)
+            with self._checked(self._unchecked):
+                return self._step(batch, count)
 
     @contextlib.contextmanager
-    def _deciding(self, division: StepDivision) -> Iterator[None]:
-        normaliser, watchers = self._normaliser, self._normaliser.watchers
+    def _checked(self, step: StepCheck) -> Iterator[None]:
+        normaliser = self._normaliser
 
         def given(loss: Any) -> None:
-            micro_batches = self._accumulation.micro_batches
-            division.decide(loss, micro_batches)
-            normaliser.divided_by = division.by(micro_batches)
+            if self._loss.script.divisor(loss) is None:
+                step.check(loss, self._accumulation.micro_batches)
+            else:
+                step.passed = True
 
-        normaliser.watchers = (given, *watchers)
+        watchers, normaliser.watchers = normaliser.watchers, (given, *normaliser.watchers)
         try:
-            with self._hooks.noting_loss(division.returned):
+            with self._hooks.noting_loss(step.returned):
                 yield
         finally:
             normaliser.watchers = watchers
+        if step.passed:
+            self._unchecked = None
 
     def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
         normaliser = self._normaliser
@@ -154,15 +151,12 @@ class MicroSteps(StepHooks):
             self._schedule.advance()
 
 
-class StepDivision:
-    """Whether an overridden `training_step` divides its loss by the number of micro-batches, as other trainers need.
+class StepCheck:
+    """Checks that an overridden `training_step` passes on the loss that `compute_loss` returned, whole or divided by
+    the number of micro-batches, as other trainers need it.
 
-    The engine weighs micro-batches itself, so such a division is undone. The code of the step shows by which number it
-    may divide; the first usable loss shows whether it does: the result of `compute_loss` is compared with what is
-    passed to backward.
-
-    A step may name both numbers, as that of transformers does, which needs one of them for another engine alone. They
-    are the same but in a shorter last update, whose loss shows which of them it is.
+    The engine weighs micro-batches itself, so such a division is undone where it is seen (see `NumberUse`). The value
+    of the first usable loss shows a division that was not seen.
 
     Args:
         names: those for the number of micro-batches in the code of the step.
@@ -171,27 +165,16 @@ class StepDivision:
 
     def __init__(self, names: frozenset[str], asked: int) -> None:
         self._names, self._asked = names, asked
-        self._divides = self._was_seen = False
+        self.passed = False
         self._returned: Any = None
-
-    def is_decided(self, micro_batches: int) -> bool:
-        """True if no loss needs to be looked at in an update of so many micro-batches."""
-        return self._was_seen and not (self._divides and len(self._numbers(micro_batches)) > 1)
-
-    def by(self, micro_batches: int) -> int:
-        """The number by which the step divides in an update of so many micro-batches, once that is decided."""
-        return max(self._numbers(micro_batches)) if self._divides else 1
-
-    def _numbers(self, micro_batches: int) -> set[int]:
-        """The numbers that the code names. The argument is the same number in a shorter last update."""
-        return {micro_batches if name == CURRENT else self._asked for name in self._names} or {micro_batches}
 
     def returned(self, result: Any) -> None:
         """Record the value that `compute_loss` returned."""
         self._returned = result[0] if isinstance(result, tuple) else result
 
-    def decide(self, loss: Any, micro_batches: int) -> None:
-        """Decide by a loss that is passed to backward, unless it is 0 or NaN. Raises ModelError if code and loss do not
+    def check(self, loss: Any, micro_batches: int) -> None:
+        """Check a loss that is passed to backward without a division that was seen. Another one decides if this is 0 or
+        NaN, or if there is one micro-batch of several that were asked for. Raises ModelError if code and loss do not
         show what the step divides by.
         """
         if self._returned is None:
@@ -200,35 +183,29 @@ class StepDivision:
                     f"`training_step` names {min(self._names)} and computes its loss without `compute_loss`, so it is "
                     "not known if it divides by that number, which would be undone: compute the loss in `compute_loss`"
                 )
-            self._was_seen = True
+            self.passed = True
             return
         returned, given = _value(self._returned), _value(loss)
         self._returned = None
-        if not math.isfinite(returned) or returned == 0.0:
-            return  # a division does not show in it: another loss decides
-        numbers = self._numbers(micro_batches)
-        visible = {number for number in numbers if number > 1 or self._divides}
-        found = [number for number in visible if math.isclose(given * number, returned, rel_tol=_TOLERANCE)]
-        if not found and visible != numbers and self._asked != 1:
-            return  # nor does one by 1, in the single micro-batch of a shorter update
-        if len(found) > 1 or (found and not self._names):
+        if not math.isfinite(returned) or returned == 0.0 or micro_batches == 1 < self._asked:
+            return
+        numbers = {micro_batches, self._asked} - {1}
+        found = [number for number in numbers if math.isclose(given * number, returned, rel_tol=_TOLERANCE)]
+        if found:
             raise ModelError(
-                f"`training_step` divides the loss by {found[0]} before `self.accelerator.backward(loss)`, and its "
-                f"code {'names two numbers of' if self._names else 'does not name the number of'} micro-batches. "
-                "Divide by self.current_gradient_accumulation_steps alone, which is undone because the whole update is "
-                "normalised, or not at all (an intended factor belongs in `compute_loss`)"
+                f"`training_step` divides the loss by {found[0]} before `self.accelerator.backward(loss)`, in a way "
+                "that is not seen. Divide it as a whole by self.current_gradient_accumulation_steps itself, which is "
+                "undone because the whole update is normalised, or not at all (an intended factor belongs in "
+                "`compute_loss`)"
             )
-        is_whole = not self._divides and math.isclose(given, returned, rel_tol=_TOLERANCE)
-        if self._names and visible and not found and not is_whole:
+        if self._names and not math.isclose(given, returned, rel_tol=_TOLERANCE):
             raise ModelError(
                 f"`training_step` names {min(self._names)} and passes {given:.4g} to `self.accelerator.backward` where "
                 f"`compute_loss` returned {returned:.4g}: neither that loss nor a part of {max(numbers)} of it, so it "
                 "is not known if the step divides by that number, which would be undone: compute all of it in "
                 "`compute_loss`"
             )
-        self._divides, self._was_seen = bool(found), True
-        if found and len(numbers) > 1:
-            self._names = frozenset({CURRENT}) if found == [micro_batches] else self._names - {CURRENT}
+        self.passed = True
 
 
 def _value(loss: Any) -> float:

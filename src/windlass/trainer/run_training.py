@@ -309,7 +309,7 @@ class RunTraining(LoopHooks):
         self._run.use_size(fitter.size)
         self._run.checkpoints.update_size = fitter.size.to_dict()
         self._hooks.log(dict(report), None)
-        self.steps.check_division(fitter.size.accumulation)
+        self.steps.check_step(fitter.size.accumulation)
         return fitter.size.accumulation
 
     # --- non-finite updates -------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class ScriptLoss:
             it is a mean over its micro-batch, or a sum divided by that micro-batch's count. None: its first call
             decides.
         is_given_count: functions of a script get the count; those of Windlass's own trainers are none of a script.
+        is_watched: each call of the loss needs `watching`.
     """
 
     def __init__(self, data_ranks: Gang, accumulation: AccumulationState) -> None:
@@ -89,8 +90,7 @@ class ScriptLoss:
             declared: `loss_is_scaled_for_ga`.
             functions: the script's functions that compute it, if they get the count.
             step: the script's training step, if it is given the count: what it passes to backward may be its own loss.
-                It may name the number of micro-batches, by which steps of other libraries divide (see
-                `StepDivision`).
+                It may name the number of micro-batches, by which steps of other libraries divide (see `StepCheck`).
             watched: a script's code computes the loss, or passes it to backward.
             compiled: the model is compiled, and the count must be a plain tensor, so that reads of it are not noted.
             earlier: `complete` of the run that is resumed.
@@ -104,7 +104,7 @@ class ScriptLoss:
         if declared is None:
             self.complete = earlier if names else False
         self._is_first = watched and self._data_ranks.size > 1
-        self._watched, self._notes = watched and declared is None, bool(of_script) and not compiled
+        self.is_watched, self._notes = watched, bool(of_script) and not compiled
         self.is_given_count, self._names_micro_batches = bool(of_script), bool(names & MICRO_BATCHES)
         self._use: NumberUse | None = None
         self._noted: NotedCount | None = None
@@ -127,11 +127,6 @@ class ScriptLoss:
         without targets.
         """
         return self.is_given_count if self._noted is None else self._noted.was_read
-
-    @property
-    def is_watched(self) -> bool:
-        """True if each call of the loss needs `watching`."""
-        return self._watched
 
     @contextlib.contextmanager
     def watching(self, args: TrainingArguments) -> Iterator[None]:
@@ -162,11 +157,11 @@ class ScriptLoss:
             self._is_first = False
             self._check_alike(terms)
         # In a rehearsal it is not noted what the loss reads.
-        if self._use is None or isinstance(loss, LossTerms) or is_fake(loss):
+        if self._use is None or self._is_declared or isinstance(loss, LossTerms) or is_fake(loss):
             return
         used = self._use.processes
         if self.complete is None:
-            self._decide(used, self._use.divisor(loss) > 1)
+            self._decide(used, self.divisor(loss) is not None)
         elif used and not self.complete:
             raise ModelError(
                 f"the loss is computed with the number of processes ({self._data_ranks.size}), which its code does not "
@@ -178,15 +173,15 @@ class ScriptLoss:
                 f"is not multiplied by the number of processes ({self._data_ranks.size}). {_DECLARE}"
             )
 
-    def divisor(self, loss: Any) -> int:
+    def divisor(self, loss: Any) -> int | None:
         """The number of micro-batches by which the call under way has divided its loss, which is to be undone: losses
-        are weighted by their share of the update. 1 for a loss that is complete or declared.
+        are weighted by their share of the update. None if no such division was seen.
         """
-        return 1 if self._use is None or self.complete or self._is_declared else self._use.divisor(loss)
+        return None if self._use is None else self._use.divisor(loss)
 
     def undivided(self, loss: Any) -> Any:
         """The loss of an evaluation without that division."""
-        divisor = self.divisor(loss)
+        divisor = self.divisor(loss) or 1
         return loss if divisor == 1 else loss * divisor
 
     def _check_alike(self, terms: bool) -> None:

@@ -19,6 +19,7 @@ from windlass.core.optional import require
 from windlass.dist.device_mesh import export_local_rank, open_group_of_one
 from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
+from windlass.zero.gradient_order import GradientOrder
 from windlass.zero.swap_files import ParamFiles, SwapFiles, check_buffers, lock_files
 
 # The attributes of DeepSpeed's scaler that change in fp16.
@@ -125,6 +126,7 @@ class ZeroEngine:
             library.checkpointing.configure(None, deepspeed_config=_recomputing(config, device))
         if self._trains:
             self._engine.zero_grad = self.zero_grad  # its own leaves what it has reduced
+        self._order = GradientOrder(module, self._loss_ranks)
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
         self._param_files = ParamFiles(module)
@@ -201,6 +203,7 @@ class ZeroEngine:
 
     def _complete_gradients(self) -> None:
         """What the engine's step does first; `_once` keeps it from doing so again."""
+        self._order.check()
         self._complete = True
         if self.stage > 1:
             self._optimizer.finalize_gradient_accumulation_boundary()
@@ -214,6 +217,7 @@ class ZeroEngine:
         engine, zero, complete = self._engine, self._optimizer, self._complete
         self._complete = False
         if not complete:
+            self._order.check()
             yield
             return
         reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, False
@@ -249,6 +253,7 @@ class ZeroEngine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of every backward since the last step, which frees its own."""
         zero, self._has_gradients, self._complete = self._optimizer, False, False
+        self._order.begin_again()
         zero.zero_grad()  # at stage 3 the next backward overwrites then
         if self.stage < 3:
             # As its step does if it skips an update, and before one.
@@ -360,6 +365,7 @@ class ZeroEngine:
         """Remove all hooks. A model of stage 3 cannot be called until another engine takes it."""
         if self._watch is not None:
             self._watch.remove()
+        self._order.remove()
         self._engine.destroy()
         if self._files is not None:
             self._files.remove()
