@@ -14,7 +14,8 @@ from windlass.recipes.recipe import note_recipe, open_recipe, training_arguments
 def noted(path: Path, *overrides: str, tiny: bool = False, chosen: tuple[str, ...] = ()) -> TrainingArguments:
     recipe, draft = open_recipe(path, overrides, tiny=tiny)
     args = training_arguments(recipe.training, recipe.task)
-    note_recipe(args, recipe, draft, chosen=chosen)
+    draft.chosen_by("the search", chosen)
+    note_recipe(args, recipe, draft)
     return args
 
 
@@ -41,6 +42,9 @@ def test_where_the_values_of_a_recipe_were_set(tmp_path: Path) -> None:
     )
     assert source_of(searched, "seed") == "the search"
     assert settings_beside(searched)["data.max_samples"] == (40, "the search")
+    of_layout = noted(path, "parallel.precision=bf16", "model.dtype=bfloat16", chosen=("parallel.precision",))
+    assert source_of(of_layout, "bf16") == "the search"
+    assert settings_beside(of_layout)["model.dtype"] == ("bfloat16", "the command line")
     assert source_of(noted(path, tiny=True), "max_steps") == "--tiny"
 
 

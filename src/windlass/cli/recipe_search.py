@@ -125,7 +125,8 @@ def _trained(
         options.recipe, [*options.overrides, *overrides], str(root / trial.name), tiny=options.tiny
     )
     args = training_arguments(recipe.training, recipe.task)
-    note_recipe(args, recipe, draft, chosen=trial.params)
+    draft.chosen_by("the search", trial.params)
+    note_recipe(args, recipe, draft)
     task, early = TASKS[recipe.task], early_stopping(recipe)
     ends, parts = RunEnds(early), task.build_parts(recipe, args)
     if parts.evaluation is None:

@@ -334,11 +334,8 @@ class Loop:
         if self._options.restart_epoch and not self._data_spent:
             self._restart_epoch()
         self._feed.restore(self._position)
-        if (
-            self._feed.groups_per_epoch != state["updates_per_epoch"]
-            and self._position
-            and not self._data_spent
-        ):
+        within = self._position and not self._data_spent
+        if within and self._feed.groups_per_epoch != state["updates_per_epoch"]:
             # Updates have another size now: count the consumed data in the new size.
             consumed = self._feed.groups_consumed(self._position)
             self._updates_in_epoch = self._updates_in_epoch if consumed is None else consumed

@@ -316,11 +316,8 @@ class NativeExecutor:
         self._group_count, known = len(self.optimizer.param_groups), {id(p) for p in self._parameters}
         for parameter in _trained_parameters(self.strategy.module, self.optimizer):
             if id(parameter) not in known:
-                if (
-                    self.strategy.reduces
-                    and parameter.requires_grad
-                    and not self.strategy.averages(parameter)
-                ):
+                reduced = self.strategy.reduces and parameter.requires_grad
+                if reduced and not self.strategy.averages(parameter):
                     raise unfrozen()
                 parameter.grad = None  # of updates that did not train it
                 self._parameters.append(parameter)

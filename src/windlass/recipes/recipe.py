@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -313,23 +313,14 @@ def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
 
 
 # Of values that no key of the recipe sets: a task has defaults of its own, and a run needs a folder.
-_COMMAND, _SEARCH = "windlass train", "the search"
+_COMMAND = "windlass train"
 
 
-def note_recipe(
-    args: TrainingArguments, recipe: Recipe, draft: RecipeDraft, *, chosen: Collection[str] = ()
-) -> None:
-    """Record in the arguments of a recipe where each was set, and which of its other keys differ from their defaults.
-
-    Args:
-        chosen: dotted keys that a search chose, which are overrides of the recipe.
-    """
-    sources = {f"training.{name}": place for name, place in _training(args, recipe, draft)}
-    others = {argument.dotted: (value, _origin(draft, argument)) for argument, value in _others(recipe)}
-    sources |= dict.fromkeys(chosen, _SEARCH)
-    others |= {name: (others[name][0], _SEARCH) for name in chosen if name in others}
-    of_training = {name.removeprefix("training."): _shown(place) for name, place in sources.items()}
-    note_sources(args, of_training, {name: (value, _shown(place)) for name, (value, place) in others.items()})
+def note_recipe(args: TrainingArguments, recipe: Recipe, draft: RecipeDraft) -> None:
+    """Record in the arguments of a recipe where each was set, and its other keys that differ from their defaults."""
+    of_training = {name: _shown(place) for name, place in _training(args, recipe, draft)}
+    others = {one.dotted: (value, _shown(_origin(draft, one))) for one, value in _others(recipe)}
+    note_sources(args, of_training, others)
 
 
 def _shown(origin: str) -> str:

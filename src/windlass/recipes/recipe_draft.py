@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class RecipeDraft:
         self.values: dict[str, Any] = document.values
         self.problems: list[Problem] = []
         self._source, self._lines = document.source, dict(document.lines)
-        self._overridden: set[Keys] = set()
+        self._overridden: dict[Keys, str] = {}  # and by what
         self._amended: set[Keys] = set()
         for section, key in SHORTHANDS.items():
             if isinstance(self.values.get(section), str):
@@ -96,7 +96,12 @@ class RecipeDraft:
     def put(self, keys: Keys, value: Any) -> None:
         """Set one value as an override, creating its sections."""
         self._set(keys, value)
-        self._overridden.add(keys)
+        self._overridden[keys] = "the command line"
+
+    def chosen_by(self, origin: str, names: Iterable[str]) -> None:
+        """Name what chose the values of these dotted keys, which are overrides."""
+        known = {f"{name}.{SHORTHANDS[name]}" if name in SHORTHANDS else name for name in names}
+        self._overridden |= {keys: origin for keys in self._overridden if ".".join(keys) in known}
 
     def amend(self, keys: Keys, value: Any) -> None:
         """Set one value as `--tiny` asks for it, creating its sections, unless it is an override."""
@@ -121,9 +126,10 @@ class RecipeDraft:
 
     def origin(self, *keys: str) -> str | None:
         """Return where a value was set: `recipe.yaml:12`, `the command line` or a flag; None if it was not."""
-        if self.is_overridden(*keys):
-            return "the command line"
-        if any(keys[:depth] in self._amended for depth in range(len(keys), 0, -1)):
+        around = [keys[:depth] for depth in range(len(keys), 0, -1)]
+        if by := next((self._overridden[part] for part in around if part in self._overridden), None):
+            return by
+        if any(part in self._amended for part in around):
             return "--tiny"
         return f"{self._source}:{self._lines[keys]}" if keys in self._lines else None
 

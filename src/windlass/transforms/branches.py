@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
-from windlass.transforms.document_mask import DocumentMask, seen
+from windlass.transforms.document_mask import DocumentMask, mask_between, seen
 from windlass.transforms.evaluating import evaluating, vocabulary_of
 
 # Of each group: the tokens of the prefix, and those of each branch.
@@ -98,10 +98,7 @@ def _mask(function: Callable[..., Any], first: int, tokens: int, device: Any) ->
     """Which of `tokens` keys the queries from `first` on see; None if they are all queries, and attention is causal."""
     if not first and _sees_all(function, tokens):
         return None
-    queries = torch.arange(first, tokens, device=device)[:, None]
-    keys = torch.arange(tokens, device=device)[None]
-    row = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    return seen(function, row, row, queries, keys, (tokens - first, tokens))
+    return mask_between(function, 0, range(first, tokens), range(tokens), device)
 
 
 def _sees_all(function: Callable[..., Any], tokens: int) -> bool:

@@ -80,16 +80,18 @@ def masks_of(
     ends = sizes.cumsum(0)
     rows, starts = (ends - sizes) // length, (ends - sizes) % length
     whole = seen(function, rows, torch.zeros_like(rows), starts + sizes - 1, starts, sizes.shape).tolist()
+    places = [range(start, start + size) for start, size in zip(starts.tolist(), lengths, strict=True)]
     return [
-        None if causal else _mask(function, row, start, size, device)
-        for causal, row, start, size in zip(whole, rows.tolist(), starts.tolist(), lengths, strict=True)
+        None if causal else mask_between(function, row, own, own, device)
+        for causal, row, own in zip(whole, rows.tolist(), places, strict=True)
     ]
 
 
-def _mask(function: Callable[..., Any], row: int, start: int, size: int, device: Any) -> Tensor:
-    places = torch.arange(start, start + size, device=device)
+def mask_between(function: Callable[..., Any], row: int, queries: range, keys: range, device: Any) -> Tensor:
+    """Which of these queries of a row see which of these keys: bool, (queries, keys)."""
     at = torch.full((1, 1), row, device=device)
-    return seen(function, at, torch.zeros_like(at), places[:, None], places[None], (size, size))
+    first, second = (torch.arange(r.start, r.stop, device=device) for r in (queries, keys))
+    return seen(function, at, torch.zeros_like(at), first[:, None], second[None], (len(queries), len(keys)))
 
 
 def seen(function: Callable[..., Any], row: Any, head: Any, query: Any, key: Any, shape: Any) -> Tensor:

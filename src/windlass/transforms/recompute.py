@@ -89,7 +89,8 @@ def apply_recompute(
         kept = _KEPT if selective is True else _operators(selective)
         keeps = functools.partial(_keeps, kept)
         chosen["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keeps)
-    switch = _own_switch(model)
+    switches = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    switch = next((name for name in switches if callable(getattr(model, name, None))), None)
     if switch is not None:
         _use_own_switch(model, switch, chosen, every, offload)
     else:
@@ -139,13 +140,6 @@ def _keeps(
 
 
 # Models with a method of their own
-
-
-def _own_switch(model: nn.Module) -> str | None:
-    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-        if callable(getattr(model, name, None)):
-            return name
-    return None
 
 
 def _use_own_switch(model: nn.Module, switch: str, chosen: dict[str, Any], every: int, offload: bool) -> None:

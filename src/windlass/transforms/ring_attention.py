@@ -34,7 +34,8 @@ class Sight:
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """Which of these queries see which of these keys: bool, (rows or 1, 1, 1, queries, keys); None for all."""
         mask = None
-        if self._partial(queries, keys):
+        far = self.window is not None and queries[-1] - keys[0] >= self.window
+        if far or keys[-1] > queries[0]:
             rows = torch.arange(queries.start, queries.stop, device=device)[:, None]
             distance = rows - torch.arange(keys.start, keys.stop, device=device)
             mask = distance >= 0
@@ -46,10 +47,6 @@ class Sight:
             same = (mine == self.documents[:, None, keys.start : keys.stop]) & (mine >= 0)
             mask = same if mask is None else mask & same
         return None if mask is None else mask[:, None, None]
-
-    def _partial(self, queries: range, keys: range) -> bool:
-        far = self.window is not None and queries[-1] - keys[0] >= self.window
-        return keys[-1] > queries[0] or far
 
     def meets(self, queries: range, keys: range) -> bool:
         """Return False if none of these queries can see any of these keys. Known without reading the documents."""
