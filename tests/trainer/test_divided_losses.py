@@ -195,6 +195,76 @@ def test_it_is_undone_for_a_declared_loss(cls: type[Trainer], folder: Path) -> N
     assert norms[1] == norms[0]
 
 
+class Shares(Whole):
+    """A loss that is its micro-batch's share of the update when it is returned, as it declares."""
+
+    loss_is_scaled_for_ga = True
+
+    def divided(self, loss: Any, model: Any, count: Any) -> Any:
+        return loss / self.current_gradient_accumulation_steps if model.training else loss
+
+
+class SharesInStep(Overrides):
+    """As those of trl, whose step is overridden too."""
+
+    loss_is_scaled_for_ga = True
+    divided = Shares.divided
+
+
+class SharesUndivided(Whole):
+    """The step divides what is declared complete."""
+
+    loss_is_scaled_for_ga = True
+    training_step = Twice.training_step
+
+    def divided(self, loss: Any, model: Any, count: Any) -> Any:
+        return loss / 3 if model.training else loss
+
+
+class ByConstant(Whole):
+    loss_is_scaled_for_ga = True
+    divided = SharesUndivided.divided
+
+
+class Complete(Whole):
+    """Its code shows that it is complete."""
+
+    def divided(self, loss: Any, model: Any, count: Any) -> Any:
+        return loss * (0 * count + 1) * self.accelerator.num_processes / self.of(3)
+
+    def of(self, number: int) -> int:
+        return number
+
+
+class CompleteDivided(Complete):
+    def of(self, number: int) -> int:
+        return self.args.gradient_accumulation_steps
+
+
+def shares(folder: Path) -> dict[str, list[float]]:
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for cls in (ByConstant, Shares, SharesInStep, SharesUndivided, Complete, CompleteDivided):
+        torch.manual_seed(0)
+        args = TrainingArguments(**{**options(folder / cls.__name__, 2, 3), "max_steps": 2})
+        trainer = cls(PlainModel(), args, train_dataset=ROWS[:18] * 2, data_collator=collate)
+        trainer.train()
+        found[cls.__name__] = [trainer.evaluate(ROWS)["eval_loss"]]
+        found[cls.__name__] += [
+            row[key] for row in trainer.state.log_history[:2] for key in ("loss", "grad_norm")
+        ]
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_complete_loss_is_used_as_compute_loss_returns_it(world: int, folder: Path) -> None:
+    found = on_ranks(world, shares, folder)[0]
+    for name in ("Shares", "SharesInStep", "SharesUndivided"):
+        assert found[name] == pytest.approx(found["ByConstant"], rel=TOLERANCE), name
+    assert found["CompleteDivided"] == pytest.approx(found["Complete"], rel=TOLERANCE)
+
+
 class InSomeUpdates(Whole):
     """The step divides if there are several micro-batches: by their number."""
 

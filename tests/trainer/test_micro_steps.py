@@ -19,7 +19,7 @@ from windlass.trainer.micro_steps import StepCheck
 
 def check(asked: int = 3, name: str = "gradient_accumulation_steps") -> StepCheck:
     step = StepCheck(frozenset({name} if name else ()), asked)
-    step.returned(torch.tensor(1.0, dtype=torch.bfloat16))
+    step.returned = torch.tensor(1.0, dtype=torch.bfloat16)
     return step
 
 
@@ -46,12 +46,12 @@ def test_a_step_that_does_not_may_change_the_loss() -> None:
 @pytest.mark.parametrize("loss", [0.0, math.nan])
 def test_a_loss_that_shows_nothing_does_not_decide(loss: float) -> None:
     step = check()
-    step.returned(torch.tensor(loss))
+    step.returned = torch.tensor(loss)
     step.check(torch.tensor(loss), 3)
-    step.returned(torch.tensor(1.0))
+    step.returned = torch.tensor(1.0)
     step.check(torch.tensor(1.0), 1)
     assert not step.passed
-    step.returned(torch.tensor(1.0))
+    step.returned = torch.tensor(1.0)
     step.check(torch.tensor(1.0), 2)
     assert step.passed
 

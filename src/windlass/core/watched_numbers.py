@@ -16,21 +16,31 @@ class NumberUse:
             was computed from it.
     """
 
-    __slots__ = ("_divisor", "_quotient", "processes")
+    __slots__ = ("_before", "_divisor", "_quotient", "_was_returned", "processes")
 
     def __init__(self) -> None:
-        self.processes = False
+        self.processes = self._was_returned = False
         self._quotient: Any = None
-        self._divisor = 1
+        # Of the quotient: since `compute_loss` returned it, and before
+        self._divisor = self._before = 1
 
     def divided(self, dividend: Any, quotient: Any, micro_batches: int) -> None:
         """Note that a tensor was divided by the number of micro-batches itself."""
-        self._divisor = micro_batches * (self.divisor(dividend) or 1)
+        if dividend is not self._quotient:
+            self._divisor = self._before = 1
+        self._divisor *= micro_batches
         self._quotient = quotient
 
-    def divisor(self, loss: Any) -> int | None:
-        """What `loss` as a whole was divided by; None if it is not the result of the last such division."""
-        return self._divisor if loss is self._quotient else None
+    def returned(self, loss: Any) -> None:
+        """Note what `compute_loss` returned: what follows is done by the training step."""
+        self._before = self._divisor if loss is self._quotient else 1
+        self._quotient, self._divisor, self._was_returned = loss, 1, True
+
+    def divisor(self, loss: Any, by_step: bool = False) -> int | None:
+        """What `loss` as a whole was divided by, or what the step divided it by; None if that was not seen."""
+        if loss is not self._quotient or (by_step and not self._was_returned):
+            return None
+        return self._divisor if by_step else self._divisor * self._before
 
 
 _watch: NumberUse | None = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +34,7 @@ class MicroSteps(StepHooks):
         self._is_watched = self._needs_count = False
         self.clip = None if hooks.clips is None else hooks.clip
         self._asked = context.plan.batches.asked
-        self._unchecked: StepCheck | None = None
+        self._check: StepCheck | None = None
 
     def begin(self, batch: Any, accumulation: int, ids: Sequence[int] = ()) -> None:
         """Before the first update: measure the loss on its first batch, and warm up the model. `ids`: the positions of
@@ -54,9 +53,10 @@ class MicroSteps(StepHooks):
 
     def check_step(self, accumulation: int) -> None:
         """Have a step of the script's own checked, if there are several micro-batches."""
-        if accumulation > 1 and not self._loss.settings.default_step:
+        if accumulation > 1 and self._check is None and not self._loss.settings.default_step:
             names = names_in_code([self._hooks.loss.training_step]) & MICRO_BATCHES
-            self._unchecked = StepCheck(names, self._asked)
+            self._check = StepCheck(names, self._asked)
+            self._normaliser.watchers = (self._given, *self._normaliser.watchers)
 
     def _discarded(self, batch: Any) -> Tensor:
         targets = self._hooks.loss.count_targets(batch)
@@ -104,29 +104,26 @@ class MicroSteps(StepHooks):
 
     def _watched_step(self, batch: Any, count: Tensor | None) -> Any:
         with self._loss.script.watching(self._hooks.loss.args):
-            if self._unchecked is None:
+            if self._check is None:
                 return self._step(batch, count)
-            with self._checked(self._unchecked):
+            with self._hooks.noting_loss(self._returned):
                 return self._step(batch, count)
 
-    @contextlib.contextmanager
-    def _checked(self, step: StepCheck) -> Iterator[None]:
-        normaliser = self._normaliser
+    def _returned(self, result: Any) -> None:
+        check, loss = self._check, result[0] if isinstance(result, tuple) else result
+        assert check is not None
+        self._loss.script.returned(loss)
+        if not check.passed:
+            check.returned = loss
 
-        def given(loss: Any) -> None:
-            if self._loss.script.divisor(loss) is None:
-                step.check(loss, self._accumulation.micro_batches)
-            else:
-                step.passed = True
-
-        watchers, normaliser.watchers = normaliser.watchers, (given, *normaliser.watchers)
-        try:
-            with self._hooks.noting_loss(step.returned):
-                yield
-        finally:
-            normaliser.watchers = watchers
-        if step.passed:
-            self._unchecked = None
+    def _given(self, loss: Any) -> None:
+        """Check a loss that a step of the script's passes to backward."""
+        check = self._check
+        assert check is not None
+        if self._loss.script.divisor(loss) is not None:
+            check.passed = True
+        elif not check.passed:
+            check.check(loss, self._accumulation.micro_batches)
 
     def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
         normaliser = self._normaliser
@@ -161,23 +158,23 @@ class StepCheck:
     Args:
         names: those for the number of micro-batches in the code of the step.
         asked: the value of `gradient_accumulation_steps`.
+
+    Attributes:
+        returned: what `compute_loss` returned last.
+        passed: the step needs no further check.
     """
 
     def __init__(self, names: frozenset[str], asked: int) -> None:
         self._names, self._asked = names, asked
         self.passed = False
-        self._returned: Any = None
-
-    def returned(self, result: Any) -> None:
-        """Record the value that `compute_loss` returned."""
-        self._returned = result[0] if isinstance(result, tuple) else result
+        self.returned: Any = None
 
     def check(self, loss: Any, micro_batches: int) -> None:
         """Check a loss that is passed to backward without a division that was seen. Another one decides if this is 0 or
         NaN, or if there is one micro-batch of several that were asked for. Raises ModelError if code and loss do not
         show what the step divides by.
         """
-        if self._returned is None:
+        if self.returned is None:
             if self._names:
                 raise ModelError(
                     f"`training_step` names {min(self._names)} and computes its loss without `compute_loss`, so it is "
@@ -185,8 +182,8 @@ class StepCheck:
                 )
             self.passed = True
             return
-        returned, given = _value(self._returned), _value(loss)
-        self._returned = None
+        returned, given = _value(self.returned), _value(loss)
+        self.returned = None
         if not math.isfinite(returned) or returned == 0.0 or micro_batches == 1 < self._asked:
             return
         numbers = {micro_batches, self._asked} - {1}

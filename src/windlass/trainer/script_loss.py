@@ -160,7 +160,7 @@ class ScriptLoss:
             return
         used = self._use.processes
         if self.complete is None:
-            self._decide(used, self.divisor(loss) is not None)
+            self._decide(used, (self.divisor(loss) or 1) > 1)
         elif used and not self.complete:
             raise ModelError(
                 f"the loss is computed with the number of processes ({self._data_ranks.size}), which its code does not "
@@ -172,11 +172,17 @@ class ScriptLoss:
                 f"is not multiplied by the number of processes ({self._data_ranks.size}). {_DECLARE}"
             )
 
+    def returned(self, loss: Any) -> None:
+        """Note what `compute_loss` returned to a training step of the script's."""
+        if self._use is not None:
+            self._use.returned(loss)
+
     def divisor(self, loss: Any) -> int | None:
         """The number of micro-batches by which the call under way has divided its loss, which is to be undone: losses
-        are weighted by their share of the update. None if no such division was seen.
+        are weighted by their share of the update. A complete loss is such a share when `compute_loss` returns it; only
+        what a training step does with it is undone. None if it was not seen what was done.
         """
-        return None if self._use is None else self._use.divisor(loss)
+        return None if self._use is None else self._use.divisor(loss, by_step=bool(self.complete))
 
     def undivided(self, loss: Any) -> Any:
         """The loss of an evaluation without that division."""
