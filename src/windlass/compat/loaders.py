@@ -101,8 +101,8 @@ class ShardSampler(Sampler[int]):
             yield from positions[start : start + self.batch_size]
 
 
-class IterableDatasetShard(shards.IterableDatasetShard):
-    """That of `windlass.data_loader`, which also seeds the `generator` of a dataset without `set_epoch`.
+class SeededStreamShard(shards.IterableDatasetShard):
+    """An `IterableDatasetShard` that also seeds the `generator` of a dataset without `set_epoch`.
 
     Args:
         seed: with the epoch, what the dataset's generator is seeded with, so that all processes draw the same.
@@ -131,6 +131,10 @@ class IterableDatasetShard(shards.IterableDatasetShard):
         for sample in self.dataset:
             self.num_examples += 1
             yield sample
+
+
+# The name that scripts import; `windlass.data_loader` has the base class.
+IterableDatasetShard = SeededStreamShard
 
 
 class BatchRebalanceSampler(Sampler[list[int]]):
