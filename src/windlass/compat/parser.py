@@ -95,13 +95,9 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if _is_bool(hint):
         return _bool_flag(field, hint)
     words = [kind for kind in kinds if kind is not str]
-    if (
-        len(words) == 1
-        and (choices := _choices(words[0])) is not None
-        and get_origin(words[0]) is not Literal
-    ):
-        return {"choices": choices, "type": make_choice_type_function(choices)}
-    if len(kinds) == 1 and (choices := _choices(kinds[0])) is not None:
+    # An enum may have text beside it, whose words are still the only ones.
+    alone = words if len(words) == 1 and get_origin(words[0]) is not Literal else kinds
+    if len(alone) == 1 and (choices := _choices(alone[0])) is not None:
         return {"choices": choices, "type": make_choice_type_function(choices)}
     lists = [kind for kind in kinds if get_origin(kind) is list or kind is list]
     if lists:

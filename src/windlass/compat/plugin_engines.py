@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from windlass.config.deepspeed import AUTO, for_frozen, stage_of, value_at
 from windlass.config.loop_options import Plugin
-from windlass.config.parallel.keys import Key
 from windlass.config.parallel.rows_compute import MS_AMP, TRANSFORMER_ENGINE
 from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS, config_of
 from windlass.config.parallel.table import SECTIONS
@@ -104,18 +103,15 @@ class DeepSpeedPlugin(Plugin):
         said = self.settings()
         given = said.get("deepspeed_config_file")
         if given is not None:
-            return dict(_read(CONFIG, "hf_ds_config", given))
+            return dict(CONFIG.read_for("DeepSpeedPlugin.hf_ds_config", given))
         keys = {word: key for key in FIELDS for word in key.words}
         return config_of(
-            {keys[word].name: _read(keys[word], word, value) for word, value in said.items() if word in keys}
+            {
+                keys[word].name: keys[word].read_for(f"DeepSpeedPlugin.{word}", value)
+                for word, value in said.items()
+                if word in keys
+            }
         )
-
-
-def _read(key: Key, field: str, value: Any) -> Any:
-    try:
-        return key.read(value)
-    except ValueError as error:
-        raise ConfigError(Problem(f"DeepSpeedPlugin.{field}", value, str(error))) from None
 
 
 def plugin_of(plan: ZeroPlan, compute: str) -> DeepSpeedPlugin:

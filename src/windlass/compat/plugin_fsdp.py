@@ -89,12 +89,8 @@ class FullyShardedDataParallelPlugin(Plugin):
             state_dict_type: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"; None changes nothing.
         """
         if state_dict_type is not None:
-            try:
-                self.state_dict_type = rows.FSDP_STATE.write(rows.FSDP_STATE.read(state_dict_type))
-            except ValueError as error:
-                raise ConfigError(
-                    Problem("set_state_dict_type.state_dict_type", state_dict_type, str(error))
-                ) from None
+            word = rows.FSDP_STATE.read_for("set_state_dict_type.state_dict_type", state_dict_type)
+            self.state_dict_type = rows.FSDP_STATE.write(word)
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False

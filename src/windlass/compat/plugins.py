@@ -32,10 +32,7 @@ def launched(family: str) -> dict[str, Any]:
     for key in (key for key in KEYS.values() if key.family == family):
         for variable in key.variables:
             if (raw := os.environ.get(variable, "")) not in ("", "None"):
-                try:
-                    found[key.words[0]] = key.read(raw)
-                except ValueError as error:
-                    raise ConfigError(Problem(variable, raw, str(error))) from None
+                found[key.words[0]] = key.read_for(variable, raw)
     own = from_environment(os.environ) if OWN_VARIABLE in os.environ else Settings()
     return found | {KEYS[name].words[0]: own[name].value for name in own if KEYS[name].family == family}
 

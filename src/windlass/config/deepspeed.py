@@ -153,17 +153,16 @@ def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
         if value_at(config, path, usual) != usual:
             yield Problem(f"{origin}.{path}", value_at(config, path), _CPU_ADAM)
     yield from _unfit_optimizer(_section(config, "optimizer"), origin)
-    kind = _section(config, "scheduler").get("type")
+    kind = value_at(config, "scheduler.type")
     if "scheduler" in config and kind not in _SCHEDULERS:
         yield Problem(f"{origin}.scheduler.type", kind, f"must be one of {', '.join(_SCHEDULERS)}")
 
 
 def without_effect(config: Mapping[str, Any], origin: str) -> Iterator[str]:
     """Notes on what changes nothing in this configuration."""
-    offload = _section(_section(config, "zero_optimization"), "offload_param")
-    if offload.get("device") == "cpu" and stage_of(config) != 3:
-        yield f"{origin}: offload_param has no effect at stage {stage_of(config)}, which divides no parameters"
     zero = _section(config, "zero_optimization")
+    if value_at(zero, "offload_param.device") == "cpu" and stage_of(config) != 3:
+        yield f"{origin}: offload_param has no effect at stage {stage_of(config)}, which divides no parameters"
     if zero.get("overlap_comm") and stage_of(config) == 1:
         yield f"{origin}: overlap_comm has no effect at stage 1, which reduces gradients after the last backward"
     if value_at(config, "activation_checkpointing.partition_activations"):
@@ -205,9 +204,9 @@ def file_folders(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The path in the configuration and the value of each folder in which tensors are kept between steps."""
     found = []
     for name in ("offload_optimizer", "offload_param"):
-        section = _section(_section(config, "zero_optimization"), name)
-        if section.get("device") == "nvme":
-            found.append((f"zero_optimization.{name}.nvme_path", str(section.get("nvme_path") or "")))
+        place, folder = f"zero_optimization.{name}.device", f"zero_optimization.{name}.nvme_path"
+        if value_at(config, place) == "nvme":
+            found.append((folder, str(value_at(config, folder) or "")))
     return found
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
+from windlass.config.kinds import as_path
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.parallel.rows_training import ACCUMULATION
 from windlass.config.sections.setting import Range, above, at_least, described, rules_in, setting
-from windlass.config.values import wrong_values
+from windlass.config.values import stated, wrong_values
 from windlass.core.errors import Problem
 
 
@@ -49,8 +49,7 @@ class KwargsHandler(Options):
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
-        defaults = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
+        return copy.deepcopy(stated(self))
 
 
 class Plugin:
@@ -176,19 +175,14 @@ class ProjectConfiguration(Options):
     save_on_each_node: bool = setting(False, "Each machine keeps its own files.")
 
     def __post_init__(self) -> None:
-        self.logging_dir = _as_text(self.logging_dir)
+        self.logging_dir = as_path(self.logging_dir)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set `project_dir`, also as `logging_dir` unless that is set already."""
-        self.project_dir = _as_text(project_dir)
+        self.project_dir = as_path(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
-
-
-def _as_text(path: Any) -> Any:
-    """A path object as text, which scripts pass too; anything else as it is."""
-    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 @described()

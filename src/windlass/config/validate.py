@@ -77,7 +77,8 @@ def check(args: Fields) -> None:
 def problems(args: Fields) -> list[Problem]:
     """Normalise `args` in place and list all that is wrong. What reads a wrong value is not checked further."""
     normalise(args)
-    found = list(wrong_values(args, rules_of(type(args))))
+    cls: Any = type(args)
+    found = list(wrong_values(args, rules_of(cls)))
     wrong = {problem.field for problem in found}
     for conflict in _CONFLICTS:
         if wrong.isdisjoint(conflict.values):
@@ -96,11 +97,12 @@ def normalise(args: Fields) -> None:
     values = args.__dict__
     values |= values.get("_derived", {})
     values["_derived"] = {}
-    for name, kinds in alternatives(type(args)).items():
+    cls: Any = type(args)
+    for name, kinds in alternatives(cls).items():
         values[name] = as_declared(values[name], kinds)
-    forms = {name: rule.form for name, rule in rules_of(type(args)).items() if rule.form}
+    forms = {name: rule.form for name, rule in rules_of(cls).items() if rule.form}
     # Fields of a script's subclass; their text is taken for JSON only if it looks so.
-    for name in getattr(type(args), "_VALID_DICT_FIELDS", ()):
+    for name in getattr(cls, "_VALID_DICT_FIELDS", ()):
         if name not in forms and str(values.get(name)).startswith("{"):
             forms[name] = document
     for name, form in forms.items():

@@ -25,13 +25,9 @@ _TYPE_WORDS = {
 _ITEM_WORDS = {int: "whole numbers", float: "numbers", bool: "True and False", str: "text"}
 
 
+@functools.cache
 def hints(cls: Any) -> dict[str, Any]:
     """The resolved types of the fields that Windlass itself declares (not those of a script's subclass)."""
-    return _hints(cls)
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         if base.__module__.startswith("windlass.") and dataclasses.is_dataclass(base):
@@ -40,13 +36,9 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {name: hint for name, hint in found.items() if name in fields}
 
 
+@functools.cache  # of some two hundred fields, in each check of a run's arguments
 def alternatives(cls: Any) -> dict[str, tuple[Any, ...]]:
     """The `members` of the types of these fields."""
-    return _alternatives(cls)
-
-
-@functools.cache  # of some two hundred fields, in each check of a run's arguments
-def _alternatives(cls: Any) -> dict[str, tuple[Any, ...]]:
     return {name: members(hint) for name, hint in hints(cls).items()}
 
 

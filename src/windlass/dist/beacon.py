@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _T = TypeVar("_T")
 # The folder of the marks. The launcher creates a new one for each attempt and names it to its processes.
@@ -95,13 +95,6 @@ class Mark:
     def lag(self) -> tuple[int, bool, int]:
         """Smaller for a rank that others wait for than for those that wait."""
         return (-1 if self.step is None else self.step, self.waits, self.collectives)
-
-    def to_json(self) -> list[Any]:
-        return [self.count, self.step, self.call, self.looks, self.collectives]
-
-    @classmethod
-    def from_json(cls, content: list[Any]) -> Mark:
-        return cls(*content)
 
     @property
     def is_opening(self) -> bool:

@@ -75,14 +75,10 @@ def _client(address: str, port: int) -> TCPStore:
 
 
 def _machines(meeting: Meeting, connect: Callable[[], Any], own_address: str) -> Machines:
-    key = secret_key(meeting.token, meeting.run_id)
+    # What values are signed with.
+    key = hashlib.sha256(f"windlass rendezvous\0{meeting.run_id}\0{meeting.token or ''}".encode()).digest()
     prefix = f"windlass/{meeting.run_id}"
     return Machines(meeting, lambda: SignedStore(connect(), key, prefix), own_address, _tell)
-
-
-def secret_key(token: str | None, run_id: str) -> bytes:
-    """What values are signed with."""
-    return hashlib.sha256(f"windlass rendezvous\0{run_id}\0{token or ''}".encode()).digest()
 
 
 def _tell(text: str) -> None:

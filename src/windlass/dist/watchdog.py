@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,7 @@ class _Board:
         with contextlib.suppress(Exception):  # the store has gone with the process that held it
             while _default_store() is self.origin and not self._ended.is_set():
                 if self.own is not None:
-                    self._store.set(f"windlass/mark/{self._rank}", json.dumps(self.own.to_json()))
+                    self._store.set(f"windlass/mark/{self._rank}", json.dumps(astuple(self.own)))
                 if self._wanted:
                     self._others = dict(self._read())
                 self._ended.wait(self._interval)
@@ -311,7 +312,7 @@ class _Board:
         for rank in range(self._world):
             key = f"windlass/mark/{rank}"
             if rank != self._rank and self._store.check([key]):
-                yield rank, Mark.from_json(json.loads(self._store.get(key)))
+                yield rank, Mark(*json.loads(self._store.get(key)))
 
 
 def _default_store() -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from windlass.compat.conversion.datasets import (
     Dataset,
     holds_conversations,
+    is_on_hub,
     messages_of,
     put_evaluation_data,
     put_streaming,
@@ -167,15 +168,11 @@ def _datasets(made: Conversion, source: ForeignConfig, key: str, folder: str) ->
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     place, listed = _listed(source.folder, folder)
     found = [_listed_dataset(made, name, listed[name], place) for name in names if name in listed]
+    others = [name for name in names if name not in listed]
     found += [
-        Dataset(name, conversational=holds_conversations(name))
-        for name in names
-        if name not in listed and (Path(name).suffix or Path(name).exists())
+        Dataset(name, conversational=holds_conversations(name)) for name in others if not is_on_hub(name)
     ]
-    unknown = [
-        name for name in names if name not in listed and not Path(name).suffix and not Path(name).exists()
-    ]
-    if unknown:
+    if unknown := list(filter(is_on_hub, others)):
         file = Path(folder) / "dataset_info.json"
         why = (
             f"{', '.join(unknown)} is not in {file}, or there is no such file: convert again with dataset_dir=FOLDER, "

@@ -11,7 +11,7 @@ the header of every file that will be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,7 @@ _logger = get_logger(__name__)
 
 
 def named_state(
-    path: Path,
-    tree: Any,
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    divisions: Iterable[Division],
-    with_rates: bool,
+    path: Path, tree: Any, optimizer: torch.optim.Optimizer, model: nn.Module, with_rates: bool
 ) -> State:
     """The state for `optimizer_state.load_optimizer_state`, with `StoredTensor`s for tensors.
 
@@ -65,12 +60,13 @@ def named_state(
 
     Args:
         path, tree: the file and its content.
-        divisions: possible groups of the parameters; the first that fits the file is used.
     """
     groups, entries = _parts(path, tree)
     short = canonical_names(dict(model.named_parameters()))
     shapes = {short[name]: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    canonical = [[[short[name] for name in names] for names in one if names] for one in divisions]
+    canonical = [
+        [[short[name] for name in names] for names in one if names] for one in _divisions(optimizer, model)
+    ]
     names = _fitting(path, groups, entries, shapes, canonical)
     numbers = {
         number: name
@@ -237,7 +233,7 @@ class TransformersCheckpoint(ForeignCheckpoint):
                 "new run from its weights: load them into the model and call train()"
             )
         with open_torch_file(path, self.plain_files) as file:
-            state = named_state(path, file.tree, optimizer, model, _divisions(optimizer, model), with_rates)
+            state = named_state(path, file.tree, optimizer, model, with_rates)
             load_optimizer_state(optimizer, model, file.materialised(state))
         # With this call torch converts what its earlier releases saved otherwise, such as counts that were no tensors.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from windlass.config.kinds import Reader, anything, flag
 from windlass.config.sections.setting import setting
-from windlass.core.errors import Problem
+from windlass.core.errors import ConfigError, Problem
 
 _REQUESTS_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
 
@@ -76,6 +76,13 @@ class Key:
     refused: str = ""  # why it cannot be set; empty if it can
     idle: str = ""  # note to log if it is set, for settings that change nothing; empty for the others
     exported: tuple[str, ...] = ()  # further environment variables that set it
+
+    def read_for(self, field: str, raw: Any) -> Any:
+        """`read`. Raises ConfigError about `field`."""
+        try:
+            return self.read(raw)
+        except ValueError as error:
+            raise ConfigError(Problem(field, raw, str(error))) from None
 
     def is_switch(self, word: str) -> bool:
         """Return True if its flag `word` takes no value. Flags of sharding take one, as in accelerate."""

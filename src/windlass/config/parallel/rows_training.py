@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config import kinds
+from windlass.config.enums import DistributedType
 from windlass.config.parallel.keys import NO_MEGATRON, Key, Rows
 from windlass.config.plan import SCHEDULES
 
@@ -23,19 +24,7 @@ _DTYPES = kinds.OneOf(
 # --- the run --------------------------------------------------------------------------------------------------------
 
 # Values of `distributed_type` that mean plain data parallelism.
-_PROCESSES = (
-    "no",
-    "multi_gpu",
-    "multi_cpu",
-    "multi_xpu",
-    "multi_npu",
-    "multi_mlu",
-    "multi_musa",
-    "multi_sdaa",
-    "multi_hpu",
-    "multi_neuron",
-    "false",
-)
+_PROCESSES = ("no", "false", *(kind.lower() for kind in DistributedType if kind.startswith("MULTI_")))
 _STRATEGIES = kinds.OneOf(
     "ddp",
     "fsdp",

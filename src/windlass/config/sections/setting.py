@@ -118,13 +118,9 @@ def rules_in(field: dataclasses.Field[Any]) -> Rules:
     return rules
 
 
+@functools.cache  # of some two hundred fields, in each check of a run's arguments
 def rules_of(cls: Any) -> dict[str, Rules]:
     """The rules of the fields that Windlass declares, in order, also if a subclass declares them again."""
-    return _rules_of(cls)
-
-
-@functools.cache  # of some two hundred fields, in each check of a run's arguments
-def _rules_of(cls: Any) -> dict[str, Rules]:
     own = next(base for base in cls.__mro__ if base.__module__.startswith("windlass."))
     return {field.name: field.metadata[_RULES] for field in dataclasses.fields(own)}
 
