@@ -211,6 +211,23 @@ class SharesInStep(Overrides):
     divided = Shares.divided
 
 
+class Marked(Overrides):
+    """As those of trl before 1.0: a function of the loss that is none."""
+
+    divided = Shares.divided
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, compute_loss_func="non-None value to disable scaling", **options)
+
+
+class MarkedLater(Overrides):
+    divided = Shares.divided
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.compute_loss_func = "non-None value to disable scaling"
+
+
 class SharesUndivided(Whole):
     """The step divides what is declared complete."""
 
@@ -244,7 +261,17 @@ class CompleteDivided(Complete):
 def shares(folder: Path) -> dict[str, list[float]]:
     torch.set_default_dtype(torch.float64)
     found = {}
-    for cls in (ByConstant, Shares, SharesInStep, SharesUndivided, Complete, CompleteDivided):
+    kinds = (
+        ByConstant,
+        Shares,
+        SharesInStep,
+        Marked,
+        MarkedLater,
+        SharesUndivided,
+        Complete,
+        CompleteDivided,
+    )
+    for cls in kinds:
         torch.manual_seed(0)
         args = TrainingArguments(**{**options(folder / cls.__name__, 2, 3), "max_steps": 2})
         trainer = cls(PlainModel(), args, train_dataset=ROWS[:18] * 2, data_collator=collate)
@@ -260,7 +287,7 @@ def shares(folder: Path) -> dict[str, list[float]]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_complete_loss_is_used_as_compute_loss_returns_it(world: int, folder: Path) -> None:
     found = on_ranks(world, shares, folder)[0]
-    for name in ("Shares", "SharesInStep", "SharesUndivided"):
+    for name in ("Shares", "SharesInStep", "Marked", "MarkedLater", "SharesUndivided"):
         assert found[name] == pytest.approx(found["ByConstant"], rel=TOLERANCE), name
     assert found["CompleteDivided"] == pytest.approx(found["Complete"], rel=TOLERANCE)
 

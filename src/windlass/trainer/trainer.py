@@ -148,12 +148,12 @@ class Trainer:
         # Of a subclass of the arguments: in transformers it is a property that is made to be overridden.
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
         self.processing_class = defaults.one_of("processing_class", processing_class, "tokenizer", tokenizer)
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         defaults.check_called(
-            data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics, model_init
+            data_collator, self.compute_loss_func, compute_metrics, preprocess_logits_for_metrics, model_init
         )
         self.data_collator = data_collator or self._default_collator()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = defaults.pair_of_optimizers(optimizers)
         self.optimizer_cls_and_kwargs, self._made_scheduler = optimizer_cls_and_kwargs, False
@@ -404,6 +404,19 @@ class Trainer:
     def current_gradient_accumulation_steps(self, value: int) -> None:
         """Each update sets it again."""
         self.accelerator.gradient_state.micro_batches = value
+
+    @property
+    def compute_loss_func(self) -> Callable[..., Any] | None:
+        """The script's `(outputs, labels, num_items_in_batch=None) -> loss`."""
+        return self._compute_loss_func
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Any) -> None:
+        if function is not None and not callable(function) and hooks.replaced(self, "compute_loss"):
+            # Nothing calls it. Before there was the attribute, libraries have said so that `compute_loss` has scaled
+            # its loss: transformers does not if there is a function.
+            function, self.loss_is_scaled_for_ga = None, True
+        self._compute_loss_func: Callable[..., Any] | None = function
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
