@@ -608,7 +608,7 @@ class Trainer:
         """
         policy = self._services.loss
         loss, outputs = policy.default_loss(
-            model, inputs, num_items_in_batch, self.compute_loss_func, return_outputs
+            model, inputs, num_items_in_batch, self._compute_loss_func, return_outputs
         )
         return (loss, outputs) if return_outputs else loss
 
