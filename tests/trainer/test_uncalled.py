@@ -14,7 +14,7 @@ from tests.trainer.small import Net, arguments, rows, settings, weights_hash
 import windlass
 from windlass import Trainer, TrainerCallback
 from windlass.core.errors import ConfigError
-from windlass.trainer.uncalled import CALLED_AROUND
+from windlass.trainer.uncalled import CALLED_AROUND, never_called
 
 # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -413,3 +413,22 @@ def test_another_model_than_the_trainers_is_refused(tmp_path: Path) -> None:
     trainer = Wraps(Net(), arguments(tmp_path), train_dataset=rows(8))
     with pytest.raises(ConfigError, match=r"_wrap_model='returned DataParallel'.*wraps the model itself"):
         trainer.train()
+
+
+# --- what is called under some arguments alone --------------------------------------------------------------------
+
+
+def test_a_way_to_push_checkpoints_is_refused_only_where_they_would_be_pushed(tmp_path: Path) -> None:
+    class Pushes(Trainer):
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            raise AssertionError
+
+    trainer = Pushes(
+        Net(),
+        arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1),
+        train_dataset=rows(8),
+    )
+    assert trainer.train().global_step == 2
+    for strategy, refused in (("end", False), ("every_save", True)):
+        args = arguments(tmp_path, push_to_hub=True, hub_strategy=strategy)
+        assert ("_push_from_checkpoint" in never_called(args)) == refused

@@ -37,6 +37,7 @@ from windlass.trainer.uncalled import (
     OF_ACCELERATOR,
     OF_ARGUMENTS,
     OTHER_ARGUMENTS,
+    never_called,
 )
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.strategy import Strategy
@@ -92,7 +93,7 @@ def uncalled_of(trainer: Trainer) -> dict[str, str]:
     return {
         f"{prefix}{name}": known[name]
         for prefix, owner, known in (
-            ("", trainer, {**NEVER_CALLED, **copied}),
+            ("", trainer, {**never_called(trainer.args), **copied}),
             ("args.", trainer.args, OF_ARGUMENTS),
             ("accelerator.", trainer.accelerator, OF_ACCELERATOR),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from windlass.config.arguments import TrainingArguments
+
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
 _PREPARED = "the engine prepares model and optimizer together; override `create_optimizer`, or wrap the model yourself"
 _DEVICE = "set use_cpu, or CUDA_VISIBLE_DEVICES"
@@ -51,7 +53,7 @@ NEVER_CALLED = {
     "_load_scaler": _CHECKPOINTS,
     "_load_callback_state": _CHECKPOINTS,
     "_rotate_checkpoints": "set save_total_limit",
-    "_push_from_checkpoint": "set hub_strategy, or use a callback's on_save",
+    "_push_from_checkpoint": "set hub_strategy='end', or use a callback's on_save",
     "_validate_args": "check them in the constructor",
     "_build_accelerator_args": "set accelerator_config, and the arguments of the engine",
     "get_total_train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
@@ -63,6 +65,14 @@ NEVER_CALLED = {
     "_report_to_hp_search": _SEARCH,
     "store_flos": "override `floating_point_ops`",
 }
+
+
+def never_called(args: TrainingArguments) -> dict[str, str]:
+    """Those of NEVER_CALLED that the other loop would call with these arguments."""
+    pushes = args.push_to_hub and args.hub_strategy != "end"
+    return {name: fix for name, fix in NEVER_CALLED.items() if pushes or name != "_push_from_checkpoint"}
+
+
 # Of its Accelerator, in a class or assigned.
 OF_ACCELERATOR = {
     "prepare": _PREPARED,
