@@ -68,7 +68,7 @@ NEVER_CALLED = {
 
 
 def never_called(args: TrainingArguments) -> dict[str, str]:
-    """Those of NEVER_CALLED that the other loop would call with these arguments."""
+    """The methods of NEVER_CALLED that the other loop would call with these arguments."""
     pushes = args.push_to_hub and args.hub_strategy != "end"
     return {name: fix for name, fix in NEVER_CALLED.items() if pushes or name != "_push_from_checkpoint"}
 
