@@ -19,7 +19,7 @@ from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.saved_parts import LoopContent, ModelState, check_fits, described_ranks
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.value_files import warn_if_unsafe
-from windlass.checkpoint.background import Ended, Saver, SeenCommit
+from windlass.checkpoint.background import Ended, Saver
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.foreign import explain_unread
 from windlass.checkpoint.host_memory import HostMemory
@@ -89,7 +89,7 @@ class LoopSaver:
             with _named_if_alone():
                 self._all_ranks.barrier()
         manager, shown = self._places.to_write(place), place.shown(step)
-        saver = Saver(manager, self._all_ranks, self._memory, SeenCommit())
+        saver = Saver(manager, self._all_ranks, self._memory, exchanges=False)
         # Two loops never save to the same folder at the same time.
         lock = RunLock(manager.store.root, f".windlass-{manager.store.path_for(step).name}.lock")
 
