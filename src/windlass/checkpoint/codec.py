@@ -288,9 +288,7 @@ def load_state(stem: Path, files: Files | None = None) -> State:
 
 @contextmanager
 def open_state(stem: Path, files: Files | None = None, *, deferred: bool = True) -> Iterator[State]:
-    """As `load_state`; if `deferred`, with a `Deferred` in the place of each tensor, which can be read while the context
-    lasts.
-    """
+    """As `load_state`; if `deferred`, with a `Deferred` in place of each tensor, which can be read in the context."""
     files = files or Files()
     tree_path, tensor_path = _pair(stem)
     tree = strict_json.read(tree_path, files)
