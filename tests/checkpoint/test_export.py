@@ -189,13 +189,14 @@ def test_an_optimizer_of_torch_save_is_named_as_what_is_not_exported(tmp_path: P
         )
 
 
-def test_a_link_to_an_empty_folder_is_kept_and_the_folder_filled(tmp_path: Path) -> None:
+def test_a_link_to_a_folder_is_kept_and_the_folder_filled_and_replaced(tmp_path: Path) -> None:
     (tmp_path / "large-disk").mkdir()
     link = tmp_path / "result"
     link.symlink_to(tmp_path / "large-disk")
-    export_folder(source(tmp_path, 1), link, ExportOptions())
-    assert link.is_symlink()
-    assert value_of(tmp_path / "large-disk" / "model.safetensors") == 1
+    for number in (1, 2):
+        export_folder(source(tmp_path, number), link, ExportOptions(force=True))
+        assert link.is_symlink()
+        assert value_of(tmp_path / "large-disk" / "model.safetensors") == number
 
 
 def loop_of(models: int, folder: Path) -> Folder:

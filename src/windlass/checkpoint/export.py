@@ -192,7 +192,7 @@ def _check_place(target: Path, options: ExportOptions) -> None:
 
 def _is_result(target: Path) -> bool:
     """Return True if a folder has only files that an export may write."""
-    if not target.is_dir() or target.is_symlink():
+    if not target.is_dir():
         return False
     weights = (WEIGHTS_NAME, ADAPTER_WEIGHTS, SPLIT_INDEX_NAME)
     entries = [path for path in target.rglob("*") if path.is_symlink() or not path.is_dir()]
