@@ -226,6 +226,13 @@ def test_a_disk_that_cannot_be_listed_stops_all(tmp_path: Path) -> None:
         assert "no answer" in str(error)
 
 
+def test_a_link_that_the_user_names_leads_to_the_checkpoint_of_each_disk(tmp_path: Path) -> None:
+    roots = [path.parent for path in save_on_two(tmp_path, steps=(1, 2))]
+    for root in roots:
+        (root / "latest").symlink_to(root / "checkpoint-1")
+    assert chosen(roots, "latest") == [str(root / "checkpoint-1") for root in roots]
+
+
 def test_the_newest_that_all_disks_have_is_chosen(tmp_path: Path) -> None:
     first, second = save_on_two(tmp_path, steps=(1, 2))
     shutil.rmtree(second)

@@ -182,7 +182,7 @@ def _verify(store: Store, path: Path | None) -> tuple[CheckpointInfo | None, lis
         assert path is not None
         node = store.disks.node
         try:
-            info = store.verify(path)
+            info = store.resume_point(path)
             # Plain values, which `gather` can carry.
             answer = node, info.order, info.nodes, info.held, None
         except CheckpointError as error:
