@@ -307,6 +307,19 @@ def test_a_preparation_is_cached_by_all_that_decides_it(
     assert (folders(talk), folders(talk)) == (10, 11), "the template writes the date into the text"
 
 
+def test_conversations_whose_special_tokens_are_text_are_prepared_again(tmp_path: Path) -> None:
+    """A tokenizer passes this setting on with its first call, and none is needed to look for a conversation."""
+    pytest.importorskip("tokenizers")
+    turns = [{"role": "user", "content": "a<eos>b"}, {"role": "assistant", "content": "c"}]
+
+    def tokens(split: bool) -> int:
+        tokenizer = byte_tokenizer(CHATML)
+        tokenizer.split_special_tokens = split
+        return len(prepare_text([{"messages": turns}], tokenizer, cache=tmp_path).dataset[0]["input_ids"])
+
+    assert tokens(True) - tokens(False) == len("<eos>") - 1
+
+
 def test_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_HOME", "/somewhere")
     assert default_cache() == Path("/somewhere/text")

@@ -349,9 +349,10 @@ def _settings(tokenizer: Any, options: TextOptions) -> Iterator[bytes]:
         yield date.today().isoformat().encode()  # the template writes the date of today into the text
     yield type(tokenizer).__name__.encode()
     yield json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str).encode()
+    # A call passes it on to the backend, whose JSON does not have it.
+    yield json.dumps(getattr(tokenizer, "split_special_tokens", False)).encode()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        yield json.dumps(getattr(backend, "encode_special_tokens", False)).encode()  # not a part of its JSON
         try:
             state = json.loads(backend.to_str())
         except Exception as error:  # of no type of its own
