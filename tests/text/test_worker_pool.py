@@ -205,6 +205,22 @@ def test_a_worker_that_dies_ends_the_preparation(
         prepare_text(ROWS, byte_tokenizer(CHATML), TWO)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the files of this process as Linux lists them")
+@pytest.mark.usefixtures("children")
+def test_without_files_for_more_workers_this_process_prepares(caplog: pytest.LogCaptureFixture) -> None:
+    resource, tokenizer = pytest.importorskip("resource"), byte_tokenizer(CHATML)
+    expected = prepare_text(ROWS, tokenizer, ALONE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Enough for the first worker, and not for four.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, before[1]))
+    try:
+        found = prepare_text(ROWS, tokenizer, TextOptions(num_proc=5, max_length=60))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert list(found.dataset) == list(expected.dataset)
+    assert "Too many open files" in caplog.text
+
+
 def test_a_worker_that_ignores_sigterm_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after `trap '' TERM` in the script of a job."""
 
@@ -225,7 +241,8 @@ def test_a_worker_that_ignores_sigterm_is_ended(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("children")
 def test_ctrl_c_while_workers_are_sent_their_parts_ends_them() -> None:
     for line in itertools.count():
-        pool = worker_pool._Pool(1)
+        pool = worker_pool._Pool()
+        pool.start(1)
         with InterruptAt(worker_pool, line) as interrupt:
             pool.send([("encoder", "part")])  # type: ignore[list-item]
         pool.close()

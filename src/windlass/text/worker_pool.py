@@ -153,11 +153,12 @@ def _started(dataset: Any, encoder: RowEncoder, workers: int) -> _Pool | None:
     if sys.platform == "win32":
         _logger.warning("worker processes need a POSIX system; the dataset is prepared in this process")
         return None
-    others = workers - 1
-    pool = _Pool(others)
+    others, pool = workers - 1, _Pool()
     try:
+        pool.start(others)
         pool.send([(encoder, DatasetPart(dataset, first, others)) for first in range(others)])
-    except Exception as error:  # objects raise what they like when they are pickled
+    # The system may have no further process or file to give, and objects raise what they like when they are pickled.
+    except Exception as error:
         pool.close()
         _logger.warning(
             "the dataset is prepared in this process, for it cannot be sent to another: %s", error
@@ -172,21 +173,26 @@ def _started(dataset: Any, encoder: RowEncoder, workers: int) -> _Pool | None:
 class _Pool:
     """Worker processes, each with a connection over its standard streams."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._to: list[Connection] = []
+        self._from: list[Connection] = []
+        self._open: list[Any] = []
+        self._senders: list[threading.Thread] = []
+
+    def start(self, count: int) -> None:
         # -P: nothing in the current folder comes before the standard library; `send` sends the paths of this process.
         command = [sys.executable, "-P", "-m", "windlass.text.prepare_worker"]
         # One process a core: threads of the tokenizer would compete with the other workers.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
-        self._processes = [
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) for _ in range(count)
-        ]
-        for process in self._processes:
+        for _ in range(count):
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+            self._processes.append(process)
             _enlarge(process.stdout)
-        self._to = [_connection(process.stdin, writes=True) for process in self._processes]
-        self._from = [_connection(process.stdout, writes=False) for process in self._processes]
-        self._open: list[Any] = list(self._from)
-        self._senders: list[threading.Thread] = []
+            self._to.append(_connection(process.stdin, writes=True))
+            self._from.append(_connection(process.stdout, writes=False))
+        self._open = list(self._from)
 
     def send(self, parts: Sequence[tuple[RowEncoder, DatasetPart]]) -> None:
         """Send each worker its part, in threads: a worker reads it after it has imported what it needs."""
