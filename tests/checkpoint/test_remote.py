@@ -332,3 +332,24 @@ def test_uploads_and_their_failures_are_noted_beside_the_run(
     save(tmp_path / "run", url, 2)
     found = [(row["what"], row["step"], bool(row["problem"])) for row in read_uploads(tmp_path / "run")]
     assert found == [("checkpoint-1", 1, False), ("checkpoint-2", 2, True)]
+
+
+def test_a_file_beside_checkpoints_that_is_removed_meanwhile_stops_no_upload(
+    tmp_path: Path, url: str
+) -> None:
+    """As temporary files of a tracker are."""
+    root = tmp_path / "run"
+    root.mkdir()
+    names = ["a.txt", "b.txt", "c.txt"]
+    for number, name in enumerate(names):
+        (root / name).write_text(name)
+        os.utime(root / name, (number, number))  # they are uploaded in the order in which they were written
+
+    class Removing(Faulty):
+        def before(self, operation: str, name: str) -> None:
+            if (operation, name) == ("upload", "a.txt"):
+                (root / "b.txt").unlink()
+
+    remote = Removing(url)
+    Mirror(root, remote, loose=remote).upload_loose()
+    assert remote.names() == ["a.txt", "c.txt"]

@@ -369,7 +369,8 @@ class Mirror:
             return
         # In the order in which they were written: a file that says that others are complete is the last of them.
         for _, path in sorted(self._loose_files()):
-            self._send(self._loose, path)
+            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                self._send(self._loose, path)
         # Weights of an earlier run in another number of files.
         here = {path.name for path in self.root.iterdir()}
         if WEIGHTS_NAME in here or SPLIT_INDEX_NAME in here:
