@@ -10,8 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoint.failing_system import FailingSystem
@@ -220,6 +222,18 @@ def test_too_many_open_files_are_refused_with_the_way_to_allow_more(tmp_path: Pa
             _ = [opened.enter_context(Files().reading(tmp_path / "file")) for _ in range(40)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("opens", [str, lambda path: path.open("wb")])
+def test_what_torch_save_raises_for_a_file_that_the_disk_does_not_take(opens: Any, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            torch.save(torch.zeros(1 << 16), opens(tmp_path / "model.pt"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert is_disk_failure(caught.value)
 
 
 def test_which_errors_are_the_disks() -> None:

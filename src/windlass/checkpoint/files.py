@@ -33,6 +33,7 @@ _LARGEST_SMALL = 1 << 30  # bytes: no configuration or vocabulary is larger
 _CHECKS = 10  # times that a file is hashed while it or its inode changes
 _FULL_ERRNOS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name))
 _SETTLED_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
+_AS_TEXT = re.compile(r"\(os error (\d+)\)|inline_container\.cc:\d+\] \. unexpected pos")
 
 
 # Of an open file: inode, size, time of the last change to its content and to itself (ns). Changing a byte
@@ -65,13 +66,13 @@ def is_unreachable(error: BaseException | None) -> bool:
 
 def _number_in(error: BaseException | None) -> int | None:
     """The system's number of an error, 0 if it gave none; None if the system has no part in it. Libraries written in
-    Rust (safetensors, tokenizers) turn it into text: "... (os error 28)".
+    Rust (safetensors, tokenizers) turn it into text: "... (os error 28)". `torch.save` notices that its file is short.
     """
     while error is not None:
         if isinstance(error, OSError):
             return error.errno or 0
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            return int(found[1])
+        if found := _AS_TEXT.search(str(error)):
+            return int(found[1] or 0)
         error = error.__cause__
     return None
 
