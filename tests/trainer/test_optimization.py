@@ -387,7 +387,7 @@ def test_a_copied_way_to_save_is_refused_before_the_run(tmp_path: Path) -> None:
 
 
 def test_several_refusals_come_together(tmp_path: Path) -> None:
-    kind = type("Mine", (Trainer,), {name: lambda self: None for name in ("_run_epoch", "get_batch_samples")})
+    kind = type("Mine", (Trainer,), {name: lambda self: None for name in ("_run_epoch", "_get_grad_norm")})
     with pytest.raises(ConfigError, match="2 problems"):
         kind(Net(), arguments(tmp_path), train_dataset=rows(8)).train()
 

@@ -36,9 +36,6 @@ NEVER_CALLED = {
     "_prepare_for_training": "use a callback's on_train_begin",
     "_init_training_state": "use a callback's on_train_begin",
     "_finalize_training": "use a callback's on_train_end",
-    "get_batch_samples": "the loader yields all micro-batches of an update: override `get_train_dataloader`, or "
-    "`count_targets` for another denominator",
-    "_get_num_items_in_batch": "override `count_targets`",
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
     "prediction_loop": "override `evaluation_loop`",
