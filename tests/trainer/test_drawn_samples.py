@@ -31,7 +31,7 @@ def texts() -> list[dict[str, Any]]:
     ids = torch.randint(3, 20, (14, 8), generator=generator)
     labels = [row.clone() for row in ids]
     for number, row in enumerate(labels):
-        row[: 1 + number % 5] = -100  # the first is no target of a causal model, and transformers counts it
+        row[: 1 + number % 5] = -100  # a causal model does not predict the first, which transformers counts
     return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
 
 
