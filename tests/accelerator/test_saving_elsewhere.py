@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from windlass import Accelerator
 from windlass.accelerator import loop_saver
 from windlass.checkpoint import run_lock
-from windlass.checkpoint.background import BackgroundSaver, SeenCommit
+from windlass.checkpoint.background import Saver
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
@@ -127,15 +127,15 @@ def test_a_save_that_has_begun_is_not_changed_by_ctrl_c_and_the_save_after_it(
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     accelerator, model = loop(project_config=project)
     accelerator.register_save_state_pre_hook(lambda _, __, folder: Path(folder, "own.txt").write_text("own"))
-    begun = SeenCommit.begun
+    committing = Saver.commit_when_seen
 
-    def interrupted(commit: SeenCommit, saver: BackgroundSaver) -> None:
-        begun(commit, saver)
+    def interrupted(saver: Saver) -> None:
+        committing(saver)
         raise KeyboardInterrupt
 
     before = weights(model)
     with monkeypatch.context() as patch:
-        patch.setattr(SeenCommit, "begun", interrupted)
+        patch.setattr(Saver, "commit_when_seen", interrupted)
         with pytest.raises(KeyboardInterrupt):
             accelerator.save_state(background=True)
     change(model)

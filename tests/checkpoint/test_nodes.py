@@ -219,7 +219,7 @@ def test_a_disk_that_cannot_be_listed_stops_all(tmp_path: Path) -> None:
         assert "cannot be listed: [Errno 5] no answer" in str(error)
 
     def open_shared(gang: Gang) -> None:
-        open_on_all(CheckpointManager(Unlisted(tmp_path / "0", all_ranks=gang)), True, gang)
+        open_on_all(Unlisted(tmp_path / "0", all_ranks=gang), True, gang)
 
     for error in on_ranks(machines(1, 2), open_shared):
         assert isinstance(error, CheckpointError)

@@ -15,10 +15,12 @@ from windlass.checkpoint import history
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.mirrored import MirroredStore
+from windlass.checkpoint.opening import open_on_all
 from windlass.checkpoint.remote import Mirror, RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.core.errors import CheckpointError
 from windlass.core.upload_log import read_uploads
+from windlass.dist.gang import Gang
 
 
 class Killed(BaseException):
@@ -54,8 +56,7 @@ def save(root: Path, url: str, step: int, limit: int | None = 1, value: int | No
 
 
 def newest(root: Path, url: str) -> Checkpoint:
-    manager = CheckpointManager(store_at(root, url))
-    return manager.receive(manager.choose(True))
+    return open_on_all(store_at(root, url), True, Gang())
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_what_is_fetched_is_durable_under_its_name(tmp_path: Path, url: str) -> 
     (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)  # another program's
     (tmp_path / "b" / "checkpoint-3" / "file").touch()
     store = MirroredStore(Mirror(tmp_path / "b", Faulty(url)), files=(files := CountingFiles()))
-    CheckpointManager(store).choose(True)
+    store.resume_point(True)
     assert files.operations[-4:] == [
         "fsync_folder tmp-checkpoint-3",
         "rename checkpoint-3",

@@ -15,9 +15,10 @@ from tests.checkpoint.faults import save
 from windlass.checkpoint import files
 from windlass.checkpoint.files import FileEntry, Files, Fingerprint
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
+from windlass.checkpoint.opening import received
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import load_folder
-from windlass.checkpoint.verified import VerifiedFiles
+from windlass.checkpoint.verified import VerifiedFiles, hand_over
 from windlass.core.errors import CheckpointError
 
 
@@ -53,10 +54,9 @@ def flip(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def received(root: Path, files: Files | None = None) -> Checkpoint:
+def as_received(root: Path, files: Files | None = None) -> Checkpoint:
     """As another rank opens it: by what rank 0 sends, which passes through JSON."""
-    handover = json.loads(json.dumps(CheckpointManager(Store(root)).choose(True)))
-    return CheckpointManager(Store(root, files=files)).receive(handover)
+    return received(json.loads(json.dumps(hand_over(Store(root).resume_point(True)))), files or Files())
 
 
 def opened(root: Path, files: Files | None = None) -> Checkpoint:
@@ -68,16 +68,16 @@ def test_each_file_is_hashed_once_by_the_rank_that_chose_and_by_no_other(tmp_pat
     first, other = Hashes(), Hashes()
     load_all(opened(tmp_path, first))
     assert sorted(first.hashed) == sorted(Path(name).name for name in opened(tmp_path).info.files)
-    load_all(received(tmp_path, other))
+    load_all(as_received(tmp_path, other))
     assert other.hashed == []
 
 
 def test_what_is_received_is_what_was_sent(tmp_path: Path) -> None:
     save(tmp_path, 3)
-    assert received(tmp_path).info == opened(tmp_path).info
+    assert as_received(tmp_path).info == opened(tmp_path).info
 
 
-@pytest.mark.parametrize("open_it", [opened, received])
+@pytest.mark.parametrize("open_it", [opened, as_received])
 @pytest.mark.parametrize(
     "name",
     ["model.safetensors", "optimizer.json", "optimizer.safetensors", "rank-00000.json", "rank-00000.safetensors",
@@ -131,10 +131,10 @@ def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
 def test_files_that_stand_otherwise_are_hashed_not_refused(tmp_path: Path) -> None:
     """Another machine may see other inodes and times: then it pays for its own verification."""
     save(tmp_path, 3)
-    handover = CheckpointManager(Store(tmp_path)).choose(True)
+    handover = hand_over(Store(tmp_path).resume_point(True))
     handover["seen"] = {name: [0, 0, 0, 0] for name in handover["seen"]}
     hashes = Hashes()
-    checkpoint = CheckpointManager(Store(tmp_path, files=hashes)).receive(handover)
+    checkpoint = received(handover, hashes)
     load_all(checkpoint)
     load_all(checkpoint)
     assert sorted(hashes.hashed) == [

@@ -19,7 +19,7 @@ from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.saved_parts import LoopContent, ModelState, check_fits, described_ranks
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.value_files import warn_if_unsafe
-from windlass.checkpoint.background import Ended, Saver, SeenCommit
+from windlass.checkpoint.background import Ended, Saver
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.foreign import explain_unread
 from windlass.checkpoint.host_memory import HostMemory
@@ -89,7 +89,7 @@ class LoopSaver:
             with _named_if_alone():
                 self._all_ranks.barrier()
         manager, shown = self._places.to_write(place), place.shown(step)
-        saver = Saver(manager, self._all_ranks, self._memory, SeenCommit())
+        saver = Saver(manager, self._all_ranks, self._memory, exchanges=False)
         # Two loops never save to the same folder at the same time.
         lock = RunLock(manager.store.root, f".windlass-{manager.store.path_for(step).name}.lock")
 
@@ -329,14 +329,14 @@ class StatePlaces:
     def open(self, place: StatePlace, folder: str | os.PathLike[str] | None) -> Checkpoint:
         """Open and verify the checkpoint `folder`, or the newest valid one if it is None. Collective."""
         # Files are hashed once: by the main process, or by one process per machine if machines share no disk.
-        manager = self._manager(place, Disks.shared(self._all_ranks.size))
+        store = self._manager(place, Disks.shared(self._all_ranks.size)).store
         # A name that was given has no place for a number: that of each step is the same.
-        which: Literal[True] | str = True if folder is None else str(manager.store.path_for(0))
-        divided = self._all_ranks.rank == 0 and _is_divided(manager.store, newest=folder is None)
+        which: Literal[True] | str = True if folder is None else str(store.path_for(0))
+        divided = self._all_ranks.rank == 0 and _is_divided(store, newest=folder is None)
         if self._all_ranks.broadcast_object(divided or is_url(place.parent)):
-            manager = self.to_write(place)
+            store = self.to_write(place).store
         try:
-            return open_on_all(manager, which, self._all_ranks)
+            return open_on_all(store, which, self._all_ranks)
         except CheckpointError as error:
             explained = explain_unread(Path(which)) if isinstance(which, str) else None
             if explained is None:

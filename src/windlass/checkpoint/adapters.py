@@ -24,7 +24,7 @@ from windlass.checkpoint.weights import misfits
 from windlass.core.errors import CheckpointError
 from windlass.core.module_state import full_state_dict, state_was_loaded, values_of
 from windlass.core.optional import require
-from windlass.core.tensors import address
+from windlass.core.tensors import address, dtype_name
 from windlass.core.types import State
 from windlass.dist.sharded import local, whole
 
@@ -89,7 +89,7 @@ class Adapter:
         }
         short = canonical_names(frozen)
         return {
-            short[name]: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), checksum(tensor)]
+            short[name]: [dtype_name(tensor.dtype), list(tensor.shape), checksum(tensor)]
             for name, tensor in frozen.items()
         }
 

@@ -7,7 +7,7 @@ with the counts of its batches. All ranks receive the sums at the same update, a
     manifest, renames, and applies the retention policy -> all know that it is committed: it is announced
 
 Ranks of a loop of the user's own exchange no counters: there the writer rank commits when it sees that all have
-written. `Saver` writes the checkpoints of both; the two ways to commit are `VotedCommit` and `SeenCommit`.
+written. `Saver` writes the checkpoints of both.
 """
 
 from __future__ import annotations
@@ -341,51 +341,22 @@ class BackgroundSaver:
 Ended = Callable[[Path | None], None]
 
 
-class VotedCommit:
-    """How a checkpoint is committed once all ranks have written their parts: they send the progress of a save with the
-    counts of their data (`Saver.counters`), and all learn at the same update that it is committed (`Saver.received`).
-
-    Attributes:
-        raises: a failure of the disk is raised. False: it is logged, costs one checkpoint, and the loop continues.
-    """
-
-    raises = False
-
-    def begun(self, background: BackgroundSaver) -> None:
-        """Called after a save in the background was started."""
-
-    def over(self, background: BackgroundSaver) -> None:
-        """Called after a save in the background has committed or failed."""
-
-
-class SeenCommit(VotedCommit):
-    """For ranks that exchange no counters: the writer rank commits when it sees that all ranks have left the lists of
-    their files in the folder. A failure is raised, because nothing saves again.
-    """
-
-    raises = True
-
-    def begun(self, background: BackgroundSaver) -> None:
-        background.commit_when_seen()
-        # If the script ends or fails without waiting, the checkpoint is still committed if possible.
-        atexit.register(background.leave)
-
-    def over(self, background: BackgroundSaver) -> None:
-        atexit.unregister(background.leave)
-
-
 class Saver(BackgroundSaver):
     """Writes the checkpoints of one folder, at most one at a time.
 
     Args:
         memory: for copies, which several savers may use one after the other.
+        exchanges: ranks send the progress of a save with the counts of their data (`counters`), and all learn at the
+            same update that it is committed (`received`). A failure of the disk is logged, costs one checkpoint, and
+            the loop continues. False: the writer rank commits when it sees that all ranks have left the lists of their
+            files in the folder, and a failure is raised, because nothing saves again.
     """
 
     def __init__(
-        self, manager: CheckpointManager, all_ranks: Gang, memory: HostMemory, commit: VotedCommit
+        self, manager: CheckpointManager, all_ranks: Gang, memory: HostMemory, *, exchanges: bool
     ) -> None:
         super().__init__(manager)
-        self.memory, self._all_ranks, self._commit = memory, all_ranks, commit
+        self.memory, self._all_ranks, self._exchanges = memory, all_ranks, exchanges
         self._ended: Ended | None = None
 
     def save(
@@ -409,17 +380,19 @@ class Saver(BackgroundSaver):
         manager, others = self.manager, list(protected)
         copied = self.memory.try_snapshot(content, self._all_ranks) if background else None
         if copied is None:
-            write = manager.write if self._commit.raises else manager.save
+            write = manager.save if self._exchanges else manager.write
             ended(write(step, content, meta=meta, protected=others))
             return
         kept = [manager.store.path_for(step), *others]
         self._ended = ended  # before it begins, after which an interrupt may come
-        if self.begin(step, *copied, meta=meta, protected=kept):
-            self._commit.begun(self)
-        elif self._commit.raises and manager.last_failure is not None:
-            raise manager.last_failure
-        else:
+        if not self.begin(step, *copied, meta=meta, protected=kept):
+            if not self._exchanges and manager.last_failure is not None:
+                raise manager.last_failure
             ended(None)
+        elif not self._exchanges:
+            # If the script ends or fails without waiting, the checkpoint is still committed if possible.
+            atexit.register(self.leave)
+            self.commit_when_seen()
 
     def received(self, counters: Counters) -> None:
         """Apply the sums of all ranks' counters to the save under way."""
@@ -430,7 +403,7 @@ class Saver(BackgroundSaver):
         try:
             outcome = super().finish()
         except Exception:
-            self._commit.over(self)
+            atexit.unregister(self.leave)
             raise
         self._announce(outcome)
 
@@ -438,7 +411,7 @@ class Saver(BackgroundSaver):
         if outcome is not None:
             ended, self._ended = self._ended, None
             assert ended is not None
-            self._commit.over(self)
+            atexit.unregister(self.leave)
             ended(outcome.folder)
 
 

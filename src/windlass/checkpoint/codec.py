@@ -282,19 +282,14 @@ def save_state(stem: Path, state: State | Encoded, files: Files | None = None) -
 
 def load_state(stem: Path, files: Files | None = None) -> State:
     """Read what `save_state` wrote; tensors come on the host, each in memory of its own."""
-    with _opened(stem, files or Files(), deferred=False) as state:
+    with open_state(stem, files, deferred=False) as state:
         return state
 
 
 @contextmanager
-def open_state(stem: Path, files: Files | None = None) -> Iterator[State]:
-    """As `load_state`, with a `Deferred` in the place of each tensor, which can be read while the context lasts."""
-    with _opened(stem, files or Files(), deferred=True) as state:
-        yield state
-
-
-@contextmanager
-def _opened(stem: Path, files: Files, deferred: bool) -> Iterator[State]:
+def open_state(stem: Path, files: Files | None = None, *, deferred: bool = True) -> Iterator[State]:
+    """As `load_state`; if `deferred`, with a `Deferred` in place of each tensor, which can be read in the context."""
+    files = files or Files()
     tree_path, tensor_path = _pair(stem)
     tree = strict_json.read(tree_path, files)
     source: AbstractContextManager[TensorFile | dict[str, Tensor]] = nullcontext({})

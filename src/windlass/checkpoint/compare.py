@@ -26,7 +26,7 @@ from windlass.checkpoint.stored import (
     open_weights,
     state_files,
 )
-from windlass.core.tensors import same_bits
+from windlass.core.tensors import dtype_name, same_bits
 
 _PIECE = 1 << 22  # elements that are compared at a time
 _SHOWN = 60  # characters of a plain value
@@ -114,7 +114,7 @@ def _tensor_difference(one: StoredTensors, other: StoredTensors, where: str, nam
     a, b = one.read(left).reshape(-1), other.read(right).reshape(-1)
     if same_bits(a, b):
         return None
-    names = (str(dtype).removeprefix("torch.") for dtype in (before, after))
+    names = map(dtype_name, (before, after))
     changed = "" if before == after else "dtype {} became {}, ".format(*names)
     largest = _largest_difference(a, b)
     return Difference(where, name, f"{changed}max abs difference {largest:.6g}", largest)

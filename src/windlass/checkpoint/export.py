@@ -39,6 +39,7 @@ from windlass.checkpoint.weights import WEIGHTS_NAME, with_aliases
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import working_folder
 from windlass.core.logs import get_logger
+from windlass.core.tensors import dtype_name
 
 _logger = get_logger(__name__)
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
@@ -328,5 +329,5 @@ def _config_as(source: Folder, dtype: torch.dtype) -> bytes:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a map")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    text = json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2)
+    text = json.dumps({**config, key: dtype_name(dtype)}, indent=2)
     return text.encode() + b"\n"

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from windlass.checkpoint.staged import rank_stem
 from windlass.checkpoint.store import SaveDropped, Store
 from windlass.checkpoint.stored import load_folder
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
-from windlass.checkpoint.verified import Handover, VerifiedFiles, hand_over, take_over
+from windlass.checkpoint.verified import VerifiedFiles
 from windlass.checkpoint.weights import WEIGHTS_NAME, load_weights
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -244,11 +244,3 @@ class CheckpointManager:
     def load(self, path: Path | str) -> Checkpoint:
         """Open the checkpoint at `path`, with every byte verified. Not collective."""
         return Checkpoint(self.store.verify(path), self.store.files)
-
-    def choose(self, which: Literal[True] | str | Path) -> Handover:
-        """Verify the checkpoint for `resume_from_checkpoint` (see `Store.resume_point`), in a form for other ranks."""
-        return hand_over(self.store.resume_point(which))
-
-    def receive(self, handover: Handover) -> Checkpoint:
-        """Open what another rank verified: files that are unchanged since are trusted, others hashed when read."""
-        return Checkpoint(take_over(handover), self.store.files)

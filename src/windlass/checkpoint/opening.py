@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from windlass.checkpoint.export import whole_folder
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.manager import Checkpoint, CheckpointManager
+from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
 from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.remote import Mirror, RemoteFolder
 from windlass.checkpoint.staged import rank_stem
 from windlass.checkpoint.store import Store, no_checkpoint
-from windlass.checkpoint.verified import Handover, hand_over
+from windlass.checkpoint.verified import Handover, hand_over, take_over
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url, local_folder, parent_of
 from windlass.core.logs import get_logger
@@ -84,23 +84,28 @@ def download_folder(output_dir: str, name: str, last: str) -> None:
             files.write(new / one, remote.chunks(one))
 
 
-def open_on_all(manager: CheckpointManager, which: Literal[True] | str, all_ranks: Gang) -> Checkpoint:
+def open_on_all(store: Store, which: Literal[True] | str, all_ranks: Gang) -> Checkpoint:
     """Open a checkpoint, for True the newest one that verifies. Collective: the main process, or one process of each
     disk, chooses and verifies for all, so nothing is hashed twice. Raises CheckpointError if there is none, or it is
     damaged; the same on every rank.
     """
-    if manager.store.disks.nodes > 1:
-        return manager.receive(choose_on_all(manager.store, which))
+    if store.disks.nodes > 1:
+        return received(choose_on_all(store, which), store.files)
     chosen, problem = None, None
     if all_ranks.rank == 0:
         try:
-            chosen = manager.choose(which)
+            chosen = hand_over(store.resume_point(which))
         except (CheckpointError, OSError) as error:
             problem = str(error)
     chosen, problem = all_ranks.broadcast_object([chosen, problem])
     if problem is not None:
         raise CheckpointError(problem)
-    return manager.receive(chosen)
+    return received(chosen, store.files)
+
+
+def received(handover: Handover, files: Files) -> Checkpoint:
+    """Open what another rank verified: files that are unchanged since are trusted, others hashed when they are read."""
+    return Checkpoint(take_over(handover), files)
 
 
 _logger = get_logger(__name__)

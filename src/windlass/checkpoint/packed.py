@@ -19,6 +19,7 @@ from torch import Tensor
 
 from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
+from windlass.core.tensors import dtype_name
 from windlass.dist.sharded import Part, copies, from_part, is_even, is_sharded, local, part, shard_flat
 
 _MARK, _DTYPE, _SIZE = "windlass.packed", "windlass.dtype", "windlass.size"
@@ -71,7 +72,7 @@ def _check_even(outer: Any) -> None:
 
 def _plain(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
-        return {_DTYPE: str(argument).removeprefix("torch.")}
+        return {_DTYPE: dtype_name(argument)}
     return {_SIZE: list(argument)} if isinstance(argument, torch.Size | tuple) else argument
 
 

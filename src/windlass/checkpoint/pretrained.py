@@ -26,6 +26,7 @@ from windlass.checkpoint.codec import is_one_tensor
 from windlass.checkpoint.names import canonical_names
 from windlass.checkpoint.tensor_file import Shaped, TensorSource
 from windlass.core.logs import get_logger, warn_once
+from windlass.core.tensors import dtype_name
 from windlass.dist.sharded import Part
 
 _logger = get_logger(__name__)
@@ -146,7 +147,7 @@ def write_configurations(model: nn.Module, folder: Path) -> None:
             part.save_pretrained(str(folder))
         return
     config = copy.deepcopy(own.config)
-    config.dtype = str(own.dtype).removeprefix("torch.")
+    config.dtype = dtype_name(own.dtype)
     # FSDP2 puts its name before that of the class.
     config.architectures = [type(own).__name__.removeprefix("FSDP")]
     if own.is_remote_code():

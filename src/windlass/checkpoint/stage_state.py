@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from windlass.checkpoint.names import canonical_names
 from windlass.core.module_state import kept_elsewhere
+from windlass.core.tensors import dtype_name
 from windlass.core.types import State
 from windlass.dist.gang import current
 from windlass.dist.sharded import Held, all_holders, blocks_as_lists, blocks_of_lists, is_sharded, part
@@ -36,7 +37,7 @@ def joined_state(state: State, model: nn.Module, mark: Any) -> tuple[State, dict
             tensors[path] = value
             if describes:
                 blocks = all_holders(value) if is_sharded(value) else [(part(value), [all_ranks.rank])]
-                kinds[path] = [str(value.dtype)[6:], list(value.shape), blocks_as_lists(blocks)]
+                kinds[path] = [dtype_name(value.dtype), list(value.shape), blocks_as_lists(blocks)]
             return mark(path)
         if isinstance(value, dict):
             return {key: apart(item, f"{path}/{key}", describes) for key, item in value.items()}

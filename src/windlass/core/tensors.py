@@ -23,6 +23,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(bits_of(one.cpu()), bits_of(other.cpu()))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def address(tensor: Tensor) -> int:
     """The address of a tensor's first element; on XLA devices, which have none, a number of the whole tensor. A tensor
     that is made of others has the address of the first of them: all such tensors claim address 0 themselves.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.types import IGNORED
+from windlass.data.collate_flatten import document_places, positions
 from windlass.data.collate_pad import Batch, Features, attended, framed, pad_rows
 
 
@@ -61,7 +61,7 @@ class DataCollatorForCausalLM:
             "attention_mask": pad([np.ones_like(row) for row in ids], 0),
         }
         if self.return_position_ids:
-            batch["position_ids"] = pad([_positions(row) for row in lengths], 0)
+            batch["position_ids"] = pad([positions(row) for row in lengths], 0)
             if any(len(row) > 1 for row in lengths):
                 del batch["attention_mask"]
                 batch["labels"][batch["position_ids"] == 0] = IGNORED
@@ -73,19 +73,14 @@ class DataCollatorForCausalLM:
         padding = -sum(documents) % (self.pad_to_multiple_of or 1)
         if padding:
             documents.append(padding)
-        borders = np.array([0, *accumulate(documents)], dtype=np.int32)
+        places = document_places(documents)
         targets = np.append(np.concatenate(labels), np.full(padding, IGNORED))
-        targets[borders[:-1]] = IGNORED
+        targets[places["cu_seq_lens_q"][:-1]] = IGNORED
         filling = np.full(padding, self.pad_token_id)
         return {
             "input_ids": np.append(np.concatenate(ids), filling)[None],
             "labels": targets[None],
-            "position_ids": _positions(documents)[None],
-            "cu_seq_lens_q": borders,
-            "cu_seq_lens_k": borders.copy(),
-            "max_length_q": max(documents),
-            "max_length_k": max(documents),
-            "seq_idx": np.repeat(np.arange(len(documents), dtype=np.int32), documents)[None],
+            **places,
         }
 
 
@@ -99,7 +94,3 @@ def _document_lengths(sample: Any, tokens: int) -> list[int]:
             "again, or remove the column."
         )
     return lengths
-
-
-def _positions(lengths: list[int]) -> np.ndarray[Any, Any]:
-    return np.concatenate([np.arange(length) for length in lengths])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -55,15 +56,30 @@ class DataCollatorWithFlattening(DefaultDataCollator):
 
     def _places(self, lengths: list[int]) -> Batch:
         """The columns that separate the samples."""
-        places: Batch = {}
-        if self.return_position_ids:
-            places["position_ids"] = np.concatenate(
-                [np.arange(n) + self.position_ids_start for n in lengths]
-            )[None]
-        if self.return_seq_idx:
-            places["seq_idx"] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
-        if self.return_flash_attn_kwargs:
-            bounds = np.array([0, *accumulate(lengths)], dtype=np.int32)
-            places["cu_seq_lens_q"], places["cu_seq_lens_k"] = bounds, bounds.copy()
-            places["max_length_q"] = places["max_length_k"] = max(lengths)
-        return places
+        asked = {"position_ids": self.return_position_ids, "seq_idx": self.return_seq_idx}
+        found = document_places(lengths)
+        found["position_ids"] += self.position_ids_start
+        return {
+            name: value for name, value in found.items() if asked.get(name, self.return_flash_attn_kwargs)
+        }
+
+
+def document_places(lengths: list[int]) -> Batch:
+    """What tells models and attention kernels which token of one row belongs to which document, as NumPy arrays:
+    `position_ids` and `seq_idx` of shape (1, tokens), the borders `cu_seq_lens_q` and `cu_seq_lens_k`, and the numbers
+    `max_length_q` and `max_length_k`.
+    """
+    borders = np.array([0, *accumulate(lengths)], dtype=np.int32)
+    return {
+        "position_ids": positions(lengths)[None],
+        "seq_idx": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None],
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders.copy(),
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+def positions(lengths: list[int]) -> np.ndarray[Any, Any]:
+    """Positions that begin again with each document."""
+    return np.concatenate([np.arange(length) for length in lengths])

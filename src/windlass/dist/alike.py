@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass.core.errors import RankMismatchError
 from windlass.core.redact import is_secret_name
+from windlass.core.tensors import dtype_name
 from windlass.dist.differences import differences
 from windlass.dist.gang import Gang
 
@@ -61,7 +62,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _parameter(parameter: nn.Parameter) -> str:
-    kind = str(parameter.dtype).removeprefix("torch.")
+    kind = dtype_name(parameter.dtype)
     return f"{kind}{list(parameter.shape)}{'' if parameter.requires_grad else ' frozen'}"
 
 

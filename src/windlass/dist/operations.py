@@ -17,7 +17,7 @@ from torch import Tensor
 
 from windlass.core.device import choose_device
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.tensors import bits_of
+from windlass.core.tensors import bits_of, dtype_name
 from windlass.core.trees import tensors_of, with_tensors
 from windlass.dist.beacon import waiting
 from windlass.dist.gang import Gang, current
@@ -217,7 +217,7 @@ def _at_least_a_vector(tensor: Tensor) -> Tensor:
 
 def _kind(tensor: Tensor) -> Kind:
     # The rows of a nested tensor have lengths of their own: it has no single shape.
-    return str(tensor.dtype).removeprefix("torch."), [] if tensor.is_nested else list(tensor.shape)
+    return dtype_name(tensor.dtype), [] if tensor.is_nested else list(tensor.shape)
 
 
 def _kinds_everywhere(

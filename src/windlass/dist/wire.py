@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.core.errors import DataError
-from windlass.core.tensors import bits_of
+from windlass.core.tensors import bits_of, dtype_name
 from windlass.dist.same_call import in_same_call
 
 CHUNK_BYTES = 16 * 2**20
@@ -266,10 +266,6 @@ class _Unpacking:
         "$array": _array,
         "$map": lambda self, pairs: {self.value(key): self.value(item) for key, item in pairs},
     }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -20,6 +20,7 @@ from windlass.config.plan import PipelinePlan
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.run_clock import BACKWARD
+from windlass.core.tensors import dtype_name
 from windlass.data.update_batch import UpdateBatch, fill_up
 from windlass.engine.executor import StepHooks, StepResult
 from windlass.engine.native import NativeExecutor
@@ -136,7 +137,7 @@ class PipelineExecutor(NativeExecutor):
         ranks, last = self._staged.link.ranks, self._staged.placement[-1]
         is_last = ranks.rank == last
         factor, parts = hooks.complete() if is_last else (None, {})
-        dtype = str(shares[0].dtype).removeprefix("torch.") if is_last else ""
+        dtype = dtype_name(shares[0].dtype) if is_last else ""
         known = ranks.broadcast_object([dtype, factor is not None, list(parts)], last)
         if not is_last and not ranks.exists:
             known = ["float32", False, []]  # an imagined rank knows nothing else

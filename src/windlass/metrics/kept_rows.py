@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
+from windlass.core.tensors import dtype_name
 from windlass.core.trees import Spec, flatten, unflatten
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import exchange_messages
-from windlass.dist.wire import dtype_name
 
 # Flattening the outputs of a model into tensors, and joining the tensors of several batches with padding.
 #

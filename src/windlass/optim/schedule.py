@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.core.errors import CheckpointError, ConfigError, Problem, did_you_mean, refuse
 from windlass.core.logs import get_job_logger, warn_once
+from windlass.core.tensors import dtype_name
 from windlass.core.types import State
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
 from windlass.optim.schedules.simple import Factor, Span
@@ -75,7 +76,7 @@ def _data(value: Any) -> Any:
         return sorted((_data(item) for item in value), key=repr)
     if isinstance(value, PurePath):
         return str(value)
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
 def _typed(live: Any, value: Any) -> Any:

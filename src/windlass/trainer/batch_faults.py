@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from windlass.core.errors import DataError, ModelError, WindlassError
 from windlass.core.logs import get_job_logger
+from windlass.core.tensors import dtype_name
 from windlass.core.types import IGNORED
-from windlass.dist.wire import dtype_name
 from windlass.trainer.losses import NoLossError
 from windlass.trainer.wrappers import innermost
 from windlass.transforms.model_limits import ModelLimits

@@ -80,15 +80,12 @@ class CheckpointSource:
 
     def open(self, which: Literal[True] | str) -> Checkpoint:
         """Open a checkpoint, or the newest one that verifies; see `open_on_all`. Collective."""
-        manager = self.manager
+        store = self.manager.store
         if which is not True and is_url(which):
             # It may be another run's, whose staging folder is not this run's.
             store, which = store_of_checkpoint(which, self._all_ranks, self.folder.disks)
-            manager = CheckpointManager(store)
-        foreign = find_foreign_on_all(self._all_ranks, manager.store, which)
-        if foreign is not None:
-            return foreign
-        return open_on_all(manager, which, self._all_ranks)
+        foreign = find_foreign_on_all(self._all_ranks, store, which)
+        return open_on_all(store, which, self._all_ranks) if foreign is None else foreign
 
 
 # --- the progress of a checkpoint's run -----------------------------------------------------------------------------

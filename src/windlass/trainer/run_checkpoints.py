@@ -16,7 +16,7 @@ import torch
 
 from windlass.accelerator.saved_parts import ModelState, SavedPart, saved_optimizer, states_of
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE
-from windlass.checkpoint.background import Saver, VotedCommit
+from windlass.checkpoint.background import Saver
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.history import HistoryKeeper
 from windlass.checkpoint.host_memory import HostMemory
@@ -79,7 +79,7 @@ class RunCheckpoints:
         self._events, self._plan = context.events, plan
         self._folder = opener.folder
         memory = HostMemory(device, plan.host_memory)
-        self.saver = Saver(opener.manager, context.all_ranks, memory, VotedCommit())
+        self.saver = Saver(opener.manager, context.all_ranks, memory, exchanges=True)
         self.best = BestTracker(plan, context.events, opener.manager.store.path_for)
         self.history = HistoryKeeper()
         self.parts: Sequence[SavedPart] = ()

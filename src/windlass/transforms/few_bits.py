@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.tensors import dtype_name
 from windlass.dist.gang import Gang
-from windlass.dist.wire import dtype_name
 
 
 def keep_trainable(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
+from windlass.core.tensors import dtype_name
 from windlass.transforms.stage_link import StageLink
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -123,7 +124,7 @@ def _described(result: Any) -> list[Any]:
         )
     kind = "tensor" if isinstance(result, Tensor) else "mapping" if isinstance(result, Mapping) else "tuple"
     described = [
-        [key, str(value.dtype)[6:], list(value.shape)] for key, value in output_tensors(result).items()
+        [key, dtype_name(value.dtype), list(value.shape)] for key, value in output_tensors(result).items()
     ]
     return [kind, described]
 

@@ -33,6 +33,7 @@ from windlass.compat.big_models.module_tensors import (
     set_module_tensor_to_device,
 )
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
+from windlass.core.tensors import dtype_name
 from windlass.core.trees import find_device, send_to_device
 
 if sys.platform != "win32":
@@ -216,7 +217,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], files: Files) -> Index:
 
 def index_entry(file: str, weight_name: str, dtype: torch.dtype) -> dict[str, str]:
     """The entry of one tensor in an index: its file, its name there, and the dtype to load it in."""
-    return {"safetensors_file": file, "weight_name": weight_name, "dtype": str(dtype).removeprefix("torch.")}
+    return {"safetensors_file": file, "weight_name": weight_name, "dtype": dtype_name(dtype)}
 
 
 def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
@@ -256,7 +257,7 @@ def read_offload_index(folder: str | os.PathLike[str]) -> Index:
 
 
 def _dtype(name: str, key: str) -> torch.dtype:
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+    known = {dtype_name(dtype): dtype for dtype in CODES}
     if name not in known:
         raise CheckpointError(f"the index of offloaded weights gives {key!r} the unknown dtype {name[:40]!r}")
     return known[name]
