@@ -242,7 +242,7 @@ class Trainer:
     def _take_model(self, model: nn.Module) -> None:
         # No device need hold all layers of a pipeline.
         if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
-            defaults.place_model(model, self._session.device)
+            self._move_model_to_device(model, self._session.device)
         defaults.apply_qat(model, self.args.qat)  # evaluations before training round as well
         self.model = self.model_wrapped = model
         self._engine.take_model(model)
@@ -1035,7 +1035,7 @@ class Trainer:
         defaults.warn_of_keys(self.model, load_result)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move a model to a device, unless it is on several or has no values there; for scripts."""
+        """Move the model that trains to a device, unless it is on several or has no values there."""
         defaults.place_model(model, device)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
