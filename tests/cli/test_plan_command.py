@@ -49,6 +49,15 @@ raise AssertionError("the script goes on")
 """
 
 
+TAKES_HALF = """\
+class Half(Trainer):
+    def get_batch_samples(self, *args):
+        batches, count = super().get_batch_samples(*args)
+        return [{name: value[:, :8] for name, value in batch.items()} for batch in batches], count
+
+Half(model"""
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     path = tmp_path / "small.yaml"
@@ -296,6 +305,18 @@ def test_a_script_as_it_is(
     assert json.loads(out.out)["update"]["samples"] == 3
     assert "not part of the plan ['--', 'x']" in out.err
     assert not (tmp_path / "run").exists()
+
+
+def test_batches_are_planned_as_the_script_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "script.py"
+    script = SCRIPT.replace("LIBRARY", "windlass")
+    monkeypatch.chdir(tmp_path)
+    for text, positions in ((script, 48), (script.replace("Trainer(model", TAKES_HALF), 24)):
+        path.write_text(text)
+        assert main(["plan", str(path), "--json", "--", "run", "3"]) == 0
+        assert json.loads(capsys.readouterr().out)["update"]["positions"] == positions
 
 
 @pytest.mark.slow

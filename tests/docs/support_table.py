@@ -85,7 +85,8 @@ get_tp_size get_cp_size get_sp_size
 get_learning_rates get_num_trainable_parameters get_optimizer_group hyperparameter_search
 """
 METHODS_MAPPED = {
-    "get_batch_samples": "may be called; an override is refused, because the loader yields whole updates",
+    "get_batch_samples": "an override is called with the micro-batches of each update, before its first forward; it "
+    "returns all of them, and a count of its own is refused on several processes (losses.md)",
 }
 
 SEQ2SEQ = "evaluate predict prediction_step load_generation_config"

@@ -415,6 +415,19 @@ def test_another_model_than_the_trainers_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_an_override_of_moving_the_model_is_called_in_its_place(tmp_path: Path) -> None:
+    moved = []
+
+    class Moves(Trainer):
+        def _move_model_to_device(self, model: Any, device: Any) -> None:
+            moved.append((model, device))
+
+    model = Net()
+    trainer = Moves(model, arguments(tmp_path, max_steps=2), train_dataset=rows(8))
+    assert moved == [(model, torch.device("cpu"))]
+    assert trainer.train().global_step == 2
+
+
 # --- what is called under some arguments alone --------------------------------------------------------------------
 
 

@@ -35,6 +35,15 @@ def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
 
 
+def accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Return True if a call with these arguments fits the signature of a function in Python."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Return True if a callable accepts the keyword `name`."""
     try:

@@ -27,6 +27,8 @@ class UpdateBatch:
         targets, samples: numbers of each micro-batch of this rank, on the host.
         denominator: targets of all ranks. Without any, an update is skipped, because momentum and weight decay would
             change weights without data. The weights of `LossTerms` are not part of this count.
+        given_count: what a script has counted in place of the denominator, for losses that divide by
+            `num_items_in_batch`; None: it counts nothing.
         total_samples, tokens, positions: sums over all ranks: samples, tokens as the configuration counts them, and
             positions with padding.
         flops: a script's own estimate of the floating-point operations, summed over all ranks; None if it has none.
@@ -44,6 +46,7 @@ class UpdateBatch:
     targets: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     denominator: float = 0.0
+    given_count: float | None = None
     total_samples: float = 0.0
     tokens: float = 0.0
     positions: float = 0.0

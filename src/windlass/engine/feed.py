@@ -22,6 +22,8 @@ class Counts:
 
     `check` sees every group before it is counted, and raises if the model cannot compute it; None: nothing is checked.
     `inputs` returns the tokens of a batch, as the configuration counts them, and its positions with padding.
+    `draw` has a script take the batches of a group, before they are counted; it may change them. None: none does. It
+    is called when the group is due, and not one ahead.
     `flops` is a script's own estimate of its floating-point operations; None: it has none.
     `signals` are numbers that this rank sends to the others with the counts, so agreeing costs nothing.
     """
@@ -31,6 +33,7 @@ class Counts:
     signals: Callable[[], Sequence[float]] = tuple
     check: Callable[[UpdateBatch], None] | None = None
     flops: Callable[[Any], float] | None = None
+    draw: Callable[[UpdateBatch], None] | None = None
 
 
 class FeedHooks:
@@ -77,6 +80,8 @@ class Feed:
         self._epoch: int | None = None  # the one that is read
         # The update that was fetched ahead, its counts, and their sum over ranks, if there are several.
         self._ahead: tuple[UpdateBatch, list[float], Pending | None] | None = None
+        # The last update, if the one after it is fetched when it is due.
+        self._due_after: UpdateBatch | None = None
         # The source's position before and after the last update.
         self._position_before: State = {}
         self._position_after: State = {}
@@ -101,13 +106,13 @@ class Feed:
         """End the epoch, with or without data left. The sum that was begun is not waited for: after an error, other
         ranks may never join it.
         """
-        self._ahead = None
+        self._ahead = self._due_after = None
         self._groups = iter(())  # workers that read for this epoch alone end with it
         self._epoch = None
 
     def again(self, accumulation: int, hooks: FeedHooks) -> UpdateBatch:
         """Read the last update again, in this many micro-batches, as the source cuts them now. In a world of one."""
-        self._ahead = None
+        self._ahead = self._due_after = None
         self._position_after = self._position_before
         self._reopen(accumulation)
         self._fetch(None, hooks)
@@ -123,6 +128,9 @@ class Feed:
         if self._epoch is None:  # the first update of the epoch: nothing was fetched ahead
             self._epoch = epoch
             self._fetch(self._open(epoch), hooks)
+        elif self._due_after is not None:
+            spare, self._due_after = self._due_after, None
+            self._fetch(spare, hooks)
         if self._ahead is None:
             return None
         (group, sums, pending), self._ahead = self._ahead, None
@@ -142,7 +150,10 @@ class Feed:
             del more[: self._accumulation]
         group.signals = more
         self._position_before, self._position_after = self._position_after, group.position
-        self._fetch(None if group.last else group, hooks)
+        if hooks.counts.draw is not None and not group.last:
+            self._due_after = group
+        else:
+            self._fetch(None if group.last else group, hooks)
         return group
 
     def _open(self, number: int) -> UpdateBatch | None:
@@ -179,6 +190,8 @@ class Feed:
             if spare is None:
                 return
             group = replace(spare, batches=spare.batches[:1], ids=[[]], filler=True, last_in_epoch=True)
+        if hooks.counts.draw is not None:
+            hooks.counts.draw(group)
         if not self._inspected:
             group = self._inspect(group, hooks)
         sums = self._count(group, hooks.counts)
@@ -211,5 +224,7 @@ class Feed:
         while (accumulation := hooks.inspect(group)) is not None:
             self._reopen(accumulation)
             group = next(self._groups)
+            if hooks.counts.draw is not None:
+                hooks.counts.draw(group)
         self._inspected = True
         return group

@@ -47,6 +47,7 @@ from windlass.metrics.predictions import key_of
 from windlass.metrics.tokens import rows
 from windlass.trainer.batch_faults import Fed
 from windlass.trainer.defaults import align_special_tokens
+from windlass.trainer.drawn_samples import DrawnSamples
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.instead import RunRequest
 from windlass.trainer.interruption import Interruption
@@ -121,6 +122,10 @@ class Rehearsal:
         accumulation = self._plan.batch.accumulation
         batches = (batch for group in self._source.groups(accumulation) for batch in group.batches)
         read = list(itertools.islice(batches, _READ))
+        if (draw := self._request.hooks.loss.draw) is not None:
+            drawn = UpdateBatch(read, [[]] * len(read), 0, 0, False)
+            DrawnSamples(draw, lambda own: own)(drawn)
+            read = drawn.batches
         self._first, largest = read[0], max(read, key=_positions)
         # A table has no row for what the model lacks, and tensors without memory have no values that would show it.
         for batch in (self._first, largest):

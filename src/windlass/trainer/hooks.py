@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +13,19 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from windlass.accelerator.saved_parts import Generators
-from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import EvaluationPlan
-from windlass.core.attributes import attributes_of
+from windlass.core.attributes import accepts, attributes_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.run_clock import Moment
 from windlass.engine.evaluate import Evaluation
+from windlass.trainer.drawn_samples import Draw
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
+from windlass.trainer.losses import smoothing_of
 from windlass.trainer.model_writer import WrittenBeside
 from windlass.trainer.script_loss import calls_inherited, exchanges, names_in_code, names_in_versions
 from windlass.trainer.uncalled import (
@@ -49,7 +49,6 @@ logger = get_job_logger(__name__)
 
 WriteModel = Callable[[Path, Mapping[str, Any] | None], None]
 TrainingStep = Callable[[Any, Tensor | None], Any]
-_MULTI_LABEL = "multi_label_classification"
 
 # Overrides of these methods change the plan.
 WATCHED = (
@@ -88,7 +87,7 @@ def _is_foreign(cls: type, name: str) -> bool:
 def uncalled_of(trainer: Trainer) -> dict[str, str]:
     """The methods that a script overrides and no run would call, each with what to do instead."""
     copied = {name: fix for name, fix in CALLED_AROUND.items() if not calls_inherited(getattr(trainer, name))}
-    if not _accepts(trainer._maybe_log_save_evaluate, *(None,) * 7, learning_rate=None):
+    if not accepts(trainer._maybe_log_save_evaluate, *(None,) * 7, learning_rate=None):
         copied[BETWEEN] = OTHER_ARGUMENTS
     return {
         f"{prefix}{name}": known[name]
@@ -146,6 +145,20 @@ def evaluates_iterator(trainer: Trainer) -> bool:
     return any(isinstance(one, (GeneratorType, map, filter, zip, type(iter([])))) for one in given)
 
 
+def drawn_by(trainer: Trainer) -> Draw | None:
+    """A call of the script's `get_batch_samples`; None if it has none."""
+    if not replaced(trainer, "get_batch_samples", "_get_num_items_in_batch"):
+        return None
+    # Older overrides take no device.
+    device = [trainer.args.device] if accepts(trainer.get_batch_samples, None, 0, None) else []
+
+    def draw(batches: list[Any], add: Callable[[Tensor], Tensor]) -> Any:
+        with _inheriting(trainer, _get_num_items_in_batch=add):
+            return trainer.get_batch_samples(iter(batches), len(batches), *device)
+
+    return draw
+
+
 def loss_hooks(trainer: Trainer, owner: type[Trainer]) -> LossHooks:
     """The methods that compute and count a loss. `owner` is the class whose methods are the defaults."""
     prepare = trainer._prepare_inputs
@@ -161,6 +174,7 @@ def loss_hooks(trainer: Trainer, owner: type[Trainer]) -> LossHooks:
         prepare_inputs=prepare,
         autocast=trainer.autocast_smart_context_manager,
         args=trainer.args,
+        draw=drawn_by(trainer),
     )
 
 
@@ -173,7 +187,7 @@ def loss_settings(trainer: Trainer, owner: type) -> LossSettings:
         default_loss=not overrides(trainer, owner, "compute_loss"),
         default_step=not overrides(trainer, owner, "training_step"),
         default_count=not overrides(trainer, owner, "count_targets"),
-        smoothing=smoothing_of(trainer.args, trainer.model),
+        smoothing=smoothing_of(trainer.args.label_smoothing_factor, trainer.model),
         lean=trainer.args.lean_loss,
         compiled=bool(trainer.args.torch_compile) or hasattr(trainer.model, "_orig_mod"),
         declared=trainer.loss_is_scaled_for_ga,
@@ -187,18 +201,6 @@ def loss_exchanges(trainer: Trainer) -> bool:
         return False
     given = [trainer.compute_loss_func] if trainer.compute_loss_func is not None else []
     return exchanges([trainer.compute_loss, trainer.prediction_step, trainer.model, *given])
-
-
-def smoothing_of(args: TrainingArguments, model: nn.Module) -> float:
-    """`label_smoothing_factor`, or 0 for a model of independent labels, which it does not apply to."""
-    factor = args.label_smoothing_factor
-    if factor and getattr(getattr(model, "config", None), "problem_type", None) == _MULTI_LABEL:
-        warnings.warn(
-            f"label_smoothing_factor={factor} is not used: the model's problem_type is {_MULTI_LABEL!r}",
-            stacklevel=2,
-        )
-        return 0.0
-    return factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,7 @@ def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScr
 
     def save_model(folder: Path) -> None:
         internal = {"_internal_call": True}
-        takes = _accepts(trainer.save_model, str(folder), **internal)
+        takes = accepts(trainer.save_model, str(folder), **internal)
         trainer.save_model(str(folder), **(internal if takes else {}))
 
     own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model")
@@ -283,9 +285,9 @@ class TrainHooks:
         self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
         # Older overrides take `(model, trial, metrics)`, and no time at which training began.
         save = trainer._save_checkpoint
-        self._trial = (None,) * max(_required(save) - 1, int(_accepts(save, None, None)))
-        self._log_takes_start = _accepts(trainer.log, {}, 0.0)
-        self._log_names_start = _accepts(trainer.log, {}, start_time=0.0)
+        self._trial = (None,) * max(_required(save) - 1, int(accepts(save, None, None)))
+        self._log_takes_start = accepts(trainer.log, {}, 0.0)
+        self._log_names_start = accepts(trainer.log, {}, start_time=0.0)
 
     def wrap_model(self) -> None:
         wrap_model(self._trainer, training=True)
@@ -445,15 +447,6 @@ def _required(method: Callable[..., Any]) -> int:
     parameters = inspect.signature(method).parameters.values()
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.default is p.empty and p.kind in by_position for p in parameters)
-
-
-def _accepts(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Return True if a call with these arguments fits the signature."""
-    try:
-        inspect.signature(method).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def every_forward_meets(strategy: Strategy) -> bool:

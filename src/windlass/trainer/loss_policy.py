@@ -24,6 +24,7 @@ from windlass.engine.normalise import Meaning, UpdateNormaliser
 from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
+from windlass.trainer.drawn_samples import OWN_COUNT_OF_SEVERAL, Draw
 from windlass.trainer.losses import as_count, call_model, check_loss, loss_of, smoothed_loss
 from windlass.trainer.script_loss import ScriptLoss
 from windlass.trainer.session import Session
@@ -49,6 +50,7 @@ class LossHooks:
     # Returns the mixed-precision context of a forward
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     args: TrainingArguments  # those that the methods read
+    draw: Draw | None = None  # the script's `get_batch_samples`, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +185,16 @@ class LossPolicy:
 
     # --- a micro-batch ----------------------------------------------------------------------------------------------
 
-    def count(self, of_update: float) -> Tensor:
-        """The count that the hooks get for the micro-batch that the normaliser's scope is."""
-        return self.script.count(of_update, self.normaliser.targets, self._device, note=self.is_unreported)
+    def count(self, given: float | None) -> Tensor:
+        """The count that the hooks get for the micro-batch that the normaliser's scope is. `given`: the script's own
+        count of the update, by which a loss that is divided by this one is then divided.
+        """
+        of_update, own = self.normaliser.denominator, self.normaliser.targets
+        if given and not math.isclose(given, of_update):
+            if self._data_ranks.size > 1:
+                raise ModelError(OWN_COUNT_OF_SEVERAL.format(given, self._data_ranks.size, of_update))
+            of_update, own = given, own * given / of_update
+        return self.script.count(of_update, own, self._device, note=self.is_unreported)
 
     @property
     def count_is_withheld(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,17 @@ class LabelSmoother:
         if self.ignore_index != IGNORED:
             labels = labels.masked_fill(labels == self.ignore_index, IGNORED)
         return smoothed_loss(model_output, labels, self.epsilon, shift_labels, num_items_in_batch)
+
+
+def smoothing_of(factor: float, model: nn.Module) -> float:
+    """`label_smoothing_factor`, or 0 for a model of independent labels, which it does not apply to."""
+    kind = getattr(getattr(model, "config", None), "problem_type", None)
+    if not factor or kind != "multi_label_classification":
+        return factor
+    warnings.warn(
+        f"label_smoothing_factor={factor} is not used: the model's problem_type is {kind!r}", stacklevel=2
+    )
+    return 0.0
 
 
 def as_count(value: float, device: torch.device) -> Tensor:

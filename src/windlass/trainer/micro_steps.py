@@ -74,7 +74,7 @@ class MicroSteps(StepHooks):
         # Experts are neither counted nor balanced by a batch without weight.
         self._executor.strategy.filling = normaliser.filler
         accumulation.micro_batches, accumulation.sync_gradients = len(update.batches), normaliser.last
-        count = self._loss.count(normaliser.denominator) if self._needs_count else None
+        count = self._loss.count(update.given_count) if self._needs_count else None
         try:
             returned = self._watched_step(batch, count) if self._is_watched else self._step(batch, count)
         except Exception as error:

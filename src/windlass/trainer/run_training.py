@@ -28,6 +28,7 @@ from windlass.trainer.batch_faults import BatchFaults, Fed
 from windlass.trainer.best_tracker import find_metric
 from windlass.trainer.blame import find_nonfinite_samples, overflow_alone
 from windlass.trainer.continuing import ForeignPlace, restore_foreign
+from windlass.trainer.drawn_samples import DrawnSamples
 from windlass.trainer.due_work import DueWork, SignalExchange
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import WaitBrokenOff
@@ -61,7 +62,9 @@ class RunTraining(LoopHooks):
         inputs = InputCounter(main_input, context.plan.reports.tokens, pad_token)
         faults = context.services.faults
         check = partial(_check_batches, faults) if faults.checks_ahead else None
-        self.counts = Counts(hooks.loss.count_targets, inputs, self._signals.own, check, hooks.flops)
+        draw = hooks.loss.draw
+        drawn = None if draw is None else DrawnSamples(draw, context.session.data_ranks.sum)
+        self.counts = Counts(hooks.loss.count_targets, inputs, self._signals.own, check, hooks.flops, drawn)
 
     # --- from beginning to end --------------------------------------------------------------------------------------
 

@@ -242,7 +242,7 @@ class Trainer:
     def _take_model(self, model: nn.Module) -> None:
         # No device need hold all layers of a pipeline.
         if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
-            defaults.place_model(model, self._session.device)
+            self._move_model_to_device(model, self._session.device)
         defaults.apply_qat(model, self.args.qat)  # evaluations before training round as well
         self.model = self.model_wrapped = model
         self._engine.take_model(model)
@@ -1035,7 +1035,7 @@ class Trainer:
         defaults.warn_of_keys(self.model, load_result)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move a model to a device, unless it is on several or has no values there; for scripts."""
+        """Move the model that trains to a device, unless it is on several or has no values there."""
         defaults.place_model(model, device)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -1282,8 +1282,8 @@ class Trainer:
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], Tensor]:
         """Up to `num_batches` batches of `epoch_iterator`, and the number of targets in them over all ranks: a scalar
-        tensor on `device` (None: this process's). Collective. Windlass does not call it: the engine gets its
-        micro-batches from the loader.
+        tensor on `device` (None: this process's). Collective. A run calls overrides of it, with the micro-batches of
+        each update before its first forward; see docs/losses.md.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         return batches, self._get_num_items_in_batch(batches, device)
@@ -1291,7 +1291,8 @@ class Trainer:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None = None) -> Tensor:
         """Targets in these batches over all ranks, as a scalar on `device`. Collective."""
         own = torch.tensor(sum(map(self.count_targets, batch_samples)), dtype=torch.float64)
-        return as_count(float(self._session.data_ranks.sum(own)), device or self._session.device)
+        add = self.inherited_work.get("_get_num_items_in_batch", self._session.data_ranks.sum)
+        return as_count(float(add(own)), device or self._session.device)
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """Concatenate the tensors of all ranks. For scripts that call it: the engine joins evaluations itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from windlass.config.arguments import TrainingArguments
 
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
+_SAVED = f"set save_only_model=True to leave it out, or {_CHECKPOINTS}"
 _PREPARED = "the engine prepares model and optimizer together; override `create_optimizer`, or wrap the model yourself"
 _DEVICE = "set use_cpu, or CUDA_VISIBLE_DEVICES"
 _LAUNCHER = "they are those of the processes that were launched"
@@ -36,9 +37,6 @@ NEVER_CALLED = {
     "_prepare_for_training": "use a callback's on_train_begin",
     "_init_training_state": "use a callback's on_train_begin",
     "_finalize_training": "use a callback's on_train_end",
-    "get_batch_samples": "the loader yields all micro-batches of an update: override `get_train_dataloader`, or "
-    "`count_targets` for another denominator",
-    "_get_num_items_in_batch": "override `count_targets`",
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
     "prediction_loop": "override `evaluation_loop`",
@@ -46,10 +44,9 @@ NEVER_CALLED = {
     "_get_learning_rate": "override `log`",
     "_track_num_input_tokens": "override `log`",
     "_get_output_dir": "set output_dir",
-    "_move_model_to_device": "place the model yourself and set args.place_model_on_device=False",
-    "_save_rng_state": _CHECKPOINTS,
-    "_save_optimizer_and_scheduler": _CHECKPOINTS,
-    "_save_scaler": _CHECKPOINTS,
+    "_save_rng_state": _SAVED,
+    "_save_optimizer_and_scheduler": _SAVED,
+    "_save_scaler": _SAVED,
     "_load_scaler": _CHECKPOINTS,
     "_load_callback_state": _CHECKPOINTS,
     "_rotate_checkpoints": "set save_total_limit",
