@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Iterator
 
@@ -73,6 +74,19 @@ def test_length_grouping_pads_less_than_random_order() -> None:
 def _tokens(batches: object) -> Iterator[list[list[int]]]:
     for batch in batches:  # type: ignore[attr-defined]
         yield [sample["input_ids"] for sample in batch]
+
+
+@pytest.mark.parametrize("order", ["random", "group_by_length", "batch_rebalance"])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_an_epoch_goes_on_without_repeats_in_updates_of_another_size(order: str, micro: int) -> None:
+    """As after a run that is resumed on another number of processes, or with another batch size."""
+    dataset = Texts([number * 7 % 23 + 1 for number in range(60)])
+    before = train_loader(dataset, 2, order=order)
+    groups = [group for _, group in zip(range(7), before.groups(), strict=False)]
+    after = train_loader(dataset, micro, order=order)
+    after.load_state_dict(json.loads(json.dumps(groups[-1].position)))
+    seen = [number for group in (*groups, *after.groups()) for ids in group.ids for number in ids]
+    assert sorted(seen) == list(range(60))
 
 
 @pytest.mark.parametrize("order", ["group_by_length", "batch_rebalance"])

@@ -253,6 +253,17 @@ class MapLoader(Loader):
         super().resize(micro, accumulation)
         self._whole = self._rows(1)
 
+    def _of_pass(self, epoch: int) -> State:
+        stretch = self._order.stretch
+        return super()._of_pass(epoch) | ({"stretch": stretch} if stretch else {})
+
+    def load_state_dict(self, state: State) -> None:
+        # It follows from the size of an update. In the order for another size a part of the epoch would come twice, and
+        # another part not at all.
+        if self._order.stretch:
+            self._order.stretch = int(state.get("stretch", self._order.stretch))
+        super().load_state_dict(state)
+
     def _length(self, epoch: int) -> int:
         return self._whole.length(epoch)
 

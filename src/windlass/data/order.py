@@ -92,17 +92,22 @@ logger = get_job_logger(__name__)
 
 
 class Order(Sampler[int]):
-    """A sampler whose whole state is (seed, epoch). Iterating gives the current epoch's order.
+    """A sampler whose whole state is (seed, epoch), and `stretch`. Iterating gives the current epoch's order.
+
+    Attributes:
+        stretch: samples that are sorted together by their lengths; 0 if none are.
 
     Args:
         length: number of samples in an epoch.
         seed: the run's data seed.
     """
 
+    stretch = 0
+
     def __init__(self, length: int, seed: int) -> None:
         self.seed, self.epoch = seed, 0
         self._length = length
-        self._cached: tuple[tuple[int, int], np.ndarray[Any, Any]] | None = None
+        self._cached: tuple[tuple[int, int, int], np.ndarray[Any, Any]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -115,7 +120,7 @@ class Order(Sampler[int]):
 
     def of(self, epoch: int) -> np.ndarray[Any, Any]:
         """Positions of the samples of `epoch` in their order, int64 of shape (samples,)."""
-        key = (self.seed, epoch)
+        key = (self.seed, epoch, self.stretch)
         if self._cached is None or self._cached[0] != key:
             self._cached = (key, self._order(epoch))
         return self._cached[1]
@@ -163,16 +168,16 @@ class LengthGroupedOrder(RandomOrder):
         super().__init__(len(lengths), seed)
         self.lengths = lengths
         # The size of transformers' `get_length_grouped_indices`.
-        self._stretch = max(1, min(self._length // (batch * 4), 50)) * batch
+        self.stretch = max(1, min(self._length // (batch * 4), 50)) * batch
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         order = super()._order(epoch)
         if not len(order):
             return order
-        starts = range(0, self._length, self._stretch)
+        starts = range(0, self._length, self.stretch)
         for start in starts:
-            part = order[start : start + self._stretch]
-            order[start : start + self._stretch] = part[np.argsort(-self.lengths[part], kind="stable")]
+            part = order[start : start + self.stretch]
+            order[start : start + self.stretch] = part[np.argsort(-self.lengths[part], kind="stable")]
         # Each stretch begins with its longest sample, so the longest of all is the first of one.
         longest = max(starts, key=lambda start: self.lengths[order[start]])
         order[[0, longest]] = order[[longest, 0]]
