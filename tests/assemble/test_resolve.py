@@ -64,6 +64,14 @@ def test_weights_in_stages_are_not_to_be_cast(cast: str) -> None:
         resolve(args, FACTS, World(0, 2, 0, 2))
 
 
+def test_counts_of_one_process_are_refused_on_several() -> None:
+    """On one there is no difference, and transformers sets it to False there."""
+    args = arguments(average_tokens_across_devices=False)
+    assert resolve(args).duration.steps > 0
+    with pytest.raises(ConfigError, match="average_tokens_across_devices=False: is not built"):
+        resolve(args, FACTS, World(0, 2, 0, 2))
+
+
 def test_all_problems_are_told_at_once() -> None:
     facts = Facts(None, has_training_data=False, has_evaluation_data=False)
     with pytest.raises(ConfigError) as caught:

@@ -47,7 +47,6 @@ WRONG: list[tuple[dict[str, Any], set[str]]] = [
     ({"adam_epsilon": -1.0}, {"adam_epsilon"}),
     ({"weight_decay": -0.1}, {"weight_decay"}),
     ({"gradient_accumulation_steps": 0}, {"gradient_accumulation_steps"}),
-    ({"average_tokens_across_devices": False}, {"average_tokens_across_devices"}),
     ({"max_grad_norm": -1}, {"max_grad_norm"}),
     ({"label_smoothing_factor": 1.0}, {"label_smoothing_factor"}),
     ({"fp16": True, "bf16": True}, {"fp16"}),

@@ -345,3 +345,40 @@ def test_a_way_to_save_passes_on_all_that_it_gets(tmp_path: Path) -> None:
 
     Mine(Net(), arguments(tmp_path, save_strategy="steps", max_steps=1), train_dataset=rows(8)).train()
     assert (tmp_path / "checkpoint-1").is_dir()
+
+
+class Declared:
+    state: Any = None  # for a type checker
+
+
+class Declaring(Declared, Trainer):
+    args = None  # type: ignore[assignment]
+    accelerator: Any = None
+    compute_loss_func = None  # type: ignore[assignment]
+
+
+def test_attributes_that_are_declared_with_values_are_those_of_the_trainer(tmp_path: Path) -> None:
+    class Further(Declaring):
+        control: Any = None
+
+    args = arguments(tmp_path, max_steps=2)
+    trainer = Further(Net(), args, train_dataset=rows(8))
+    assert trainer.args is args
+    assert trainer.train().global_step == trainer.state.global_step == 2
+    assert trainer.accelerator.num_processes == 1
+    assert trainer.compute_loss_func is None
+
+
+def test_what_is_made_to_be_called_stays_declared(tmp_path: Path) -> None:
+    class OfClass(Trainer):
+        @staticmethod
+        def compute_loss_func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            raise AssertionError
+
+        @property
+        def state(self) -> Any:
+            return "the script's"
+
+    assert OfClass.compute_loss_func is OfClass.__dict__["compute_loss_func"].__func__
+    assert isinstance(OfClass.__dict__["state"], property)
+    assert OfClass.__dict__["state"] is not Trainer.__dict__["state"]

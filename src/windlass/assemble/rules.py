@@ -74,6 +74,11 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "pass `eval_dataset=`: the best checkpoint is found by evaluating",
     ),
     (
+        "average_tokens_across_devices",
+        lambda args, plan, facts: not args.average_tokens_across_devices and plan.batches.ranks > 1,
+        "is not built: the loss is always normalised by the targets of all processes, so it equals one process's",
+    ),
+    (
         "max_steps",
         lambda args, plan, facts: facts.groups_per_epoch is None and args.max_steps <= 0,
         "the training data is a stream without a length: set max_steps to the number of updates to make",

@@ -206,10 +206,6 @@ _CONFLICTS = (
     Conflict(_NEEDS_WORKERS, dataloader_prefetch_factor=SET, dataloader_num_workers=0),
     Conflict(_NEEDS_WORKERS, dataloader_persistent_workers=True, dataloader_num_workers=0),
     Conflict(_NEEDS_WORKERS, dataloader_multiprocessing_context=SET, dataloader_num_workers=0),
-    Conflict(
-        "is not built: the loss is always normalised by the targets of all processes, so it equals one process's",
-        average_tokens_across_devices=False,
-    ),
     Conflict(_NEEDS_CHECKPOINTS, nonfinite_policy="rollback", save_strategy="no", save_every=None),
     Conflict(_NEEDS_CHECKPOINTS, nonfinite_policy="rollback", save_only_model=True),
     Conflict(_TWO_LIMITS, keep_last=SET, save_total_limit=SET),

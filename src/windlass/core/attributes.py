@@ -35,6 +35,16 @@ def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
 
 
+def keep_properties(cls: type, owner: type) -> None:
+    """Have the properties of `owner` that can be assigned on its subclass `cls`, where a class between them has a
+    plain value.
+    """
+    assigned = {name: p for name, p in vars(owner).items() if isinstance(p, property) and p.fset is not None}
+    for name, value in assigned.items():
+        if not hasattr(inspect.getattr_static(cls, name), "__get__"):
+            setattr(cls, name, value)
+
+
 def accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Return True if a call with these arguments fits the signature of a function in Python."""
     try:

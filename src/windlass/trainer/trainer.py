@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
+from windlass.core.attributes import keep_properties
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_trainer_verbosity
@@ -119,6 +120,11 @@ class Trainer:
     is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
     is_model_parallel = is_distributed_loading_by_transformers = False
     deepspeed = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Scripts declare attributes for type checkers, as `args = None`, which the constructor assigns.
+        keep_properties(cls, Trainer)
 
     def __init__(
         self,
