@@ -266,6 +266,16 @@ def test_a_dataset_that_hears_of_epochs_is_told() -> None:
     assert loader.dataset.epochs == [0, 1]
 
 
+def test_dropping_a_last_batch_of_another_size_is_no_other_dataset(said: pytest.LogCaptureFixture) -> None:
+    """As of a run that is resumed on another number of processes."""
+    before = train_loader(Numbers(10), 4, drop_last=True)
+    position = next(before.groups()).position
+    train_loader(Numbers(10), 3, drop_last=True).load_state_dict(position)
+    assert not said.text
+    train_loader(Numbers(11), 3, drop_last=True).load_state_dict(position)
+    assert "the dataset has 11 samples, and had 10 when" in said.text
+
+
 def test_a_changed_dataset_or_seed_is_said(said: pytest.LogCaptureFixture) -> None:
     loader = train_loader(Numbers(10), 2)
     loader.load_state_dict({"seed": 1, "epoch": 0, "consumed": 4, "length": 12})

@@ -205,16 +205,12 @@ class CheckpointManager:
             needed=content.disk_bytes(store.writers),
         )
         path = store.path_for(step)
-        self.retain([path, *protected])
-        return path
-
-    def retain(self, protected: list[Path]) -> None:
-        """Remove surplus checkpoints, but for `protected` ones. Collective."""
         try:
-            if self.store.is_writer:
-                self.retention.apply(self.store, protected)
+            if store.is_writer:
+                self.retention.apply(store, [path, *protected])
         finally:
-            self.store.barrier()  # a rank must not list the folder while another removes from it
+            store.barrier()  # a rank must not list the folder while another removes from it
+        return path
 
     def warn(self, step: int, error: Exception) -> None:
         """Log that a checkpoint failed, and which one is the newest complete one."""

@@ -57,15 +57,6 @@ def is_checkpoint(path: Path) -> bool:
     return any((place / MANIFEST_NAME).is_file() for place in places)
 
 
-def has_all_files(info: CheckpointInfo) -> bool:
-    """Return True if every file exists in its size."""
-    try:
-        check_sizes(info)
-    except (CheckpointError, OSError):
-        return False
-    return True
-
-
 class SaveDropped(CheckpointError):  # noqa: N818 (what happened, not what is wrong here: this rank did its part)
     """A checkpoint was dropped because another rank could not write its part."""
 
@@ -128,7 +119,12 @@ class Store:
 
     def whole(self) -> _Infos:
         """Committed checkpoints that have all their files in their sizes; retention counts these."""
-        return [info for info in self.list() if has_all_files(info)]
+        found = []
+        for info in self.list():
+            with contextlib.suppress(CheckpointError, OSError):
+                check_sizes(info)
+                found.append(info)
+        return found
 
     def is_fresh(self) -> bool:
         """Return True if there is no checkpoint, complete or not."""

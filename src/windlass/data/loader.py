@@ -153,16 +153,19 @@ class Loader(DealtLoader):
 
     def _of_pass(self, epoch: int) -> State:
         # The length is that of `epoch`: to know the next epoch's, a sampler of the user would have to run.
-        return super()._of_pass(epoch) | {"seed": self.seed, "length": self._length(epoch)}
+        entries = {"seed": self.seed, "length": self._length(epoch)}
+        # Another size of batches drops another number of samples, of the same dataset.
+        return super()._of_pass(epoch) | entries | ({"size": self._size(epoch)} if self.drop_last else {})
 
     def load_state_dict(self, state: State) -> None:
         self._passes = 0
         super().load_state_dict(state)
 
     def _compare(self, state: State) -> None:
-        now = self._length(self.epoch)
-        then = state.get("length", now)
-        if then == now:
+        now = self._size(self.epoch)
+        then = state.get("size", state.get("length", now))
+        # Earlier checkpoints have no size.
+        if then == now or ("size" not in state and then == self._length(self.epoch)):
             return
         if None not in (then, now):
             logger.warning(
@@ -184,6 +187,12 @@ class Loader(DealtLoader):
         raise NotImplementedError
 
     def _length(self, epoch: int) -> int | None:
+        """Samples of a pass; of several parts, those of the longest."""
+        size = self._size(epoch)
+        return size if size is None or not self.drop_last else size - size % self.total_batch_size
+
+    def _size(self, epoch: int) -> int | None:
+        """As `_length`, with the samples that `drop_last` drops."""
         raise NotImplementedError
 
     def _reseed(self, seed: int) -> None:
@@ -212,7 +221,6 @@ class MapLoader(Loader):
     ) -> None:
         super().__init__(dataset, batch, plan, collate, order, for_scripts=for_scripts)
         self._order = order
-        self._whole = self._rows(1)  # counts samples; a reader cuts its own rows
         self._source = Source(Fetch(dataset, collate, plan.seed), plan)
         # An evaluation of nothing is reported when it runs.
         if not self.passes_alike:
@@ -249,10 +257,6 @@ class MapLoader(Loader):
             self._order.set_epoch(epoch)
         return super()._read(epoch, start, update, private)
 
-    def resize(self, micro: int, accumulation: int) -> None:
-        super().resize(micro, accumulation)
-        self._whole = self._rows(1)
-
     def _of_pass(self, epoch: int) -> State:
         stretch = self._order.stretch
         return super()._of_pass(epoch) | ({"stretch": stretch} if stretch else {})
@@ -264,8 +268,8 @@ class MapLoader(Loader):
             self._order.stretch = int(state.get("stretch", self._order.stretch))
         super().load_state_dict(state)
 
-    def _length(self, epoch: int) -> int:
-        return self._whole.length(epoch)
+    def _size(self, epoch: int) -> int:
+        return len(self._order.of(epoch))
 
     def _reseed(self, seed: int) -> None:
         super()._reseed(seed)

@@ -193,12 +193,9 @@ class StreamLoader(Loader):
         if self.own_parts and len(self._sizes) < self._data_ranks.size:
             self._sizes = self._data_ranks.gather_objects(known_length(self.dataset))
 
-    def _length(self, epoch: int) -> int | None:
-        """Samples of a pass; of several parts, those of the longest."""
+    def _size(self, epoch: int) -> int | None:
         sizes = [size for size in self._sizes if size is not None]
-        if len(sizes) < len(self._sizes):
-            return None
-        return max(size - size % self.total_batch_size if self.drop_last else size for size in sizes)
+        return max(sizes) if len(sizes) == len(self._sizes) else None
 
     def _reseed(self, seed: int) -> None:
         super()._reseed(seed)
