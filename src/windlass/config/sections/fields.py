@@ -112,9 +112,7 @@ class OptimisationSection:
     # --- update ---
     gradient_accumulation_steps: int = setting_of(rows.ACCUMULATION, 1, bounds=at_least(1))
     average_tokens_across_devices: bool = setting(
-        True,
-        "Normalise the loss by the targets of all processes.",
-        mapped="is always on; False is refused on several processes",
+        True, "Normalise the loss by all processes' targets.", mapped="is always on; several refuse False"
     )
     max_grad_norm: float = setting(
         1.0,
