@@ -118,7 +118,7 @@ OVERRIDABLE = {
     "src/windlass/trainer/hooks.py": {
         "_prepare_inputs", "_save", "_save_checkpoint", "_checkpoint_committed", "_determine_best_metric",
         "_load_from_checkpoint", "_load_best_model", "_load_rng_state", "_load_optimizer_and_scheduler",
-        "_clip_grad_norm", "_evaluate", "_maybe_log_save_evaluate", "_wrap_model",
+        "_clip_grad_norm", "_evaluate", "_maybe_log_save_evaluate", "_wrap_model", "_get_learning_rate",
     }
 }  # fmt: skip
 NOT_YET = {

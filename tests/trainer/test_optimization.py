@@ -316,8 +316,10 @@ def test_full_determinism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(hashes) == 1
 
 
-# No run here pushes.
-@pytest.mark.parametrize("name", sorted(NEVER_CALLED.keys() - {"_push_from_checkpoint"}))
+# No run here pushes, or divides sequences.
+@pytest.mark.parametrize(
+    "name", sorted(NEVER_CALLED.keys() - {"_push_from_checkpoint", "_prepare_context_parallel_inputs"})
+)
 def test_an_override_that_would_never_be_called_is_refused(tmp_path: Path, name: str) -> None:
     kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
     trainer = kind(Net(), arguments(tmp_path), train_dataset=rows(8))

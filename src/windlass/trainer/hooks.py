@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from windlass.accelerator.saved_parts import Generators
 from windlass.config.plan import EvaluationPlan
-from windlass.core.attributes import accepts, attributes_of
+from windlass.core.attributes import accepts, attributes_of, overrides, replaced, required_by_position
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.run_clock import Moment
@@ -37,6 +36,7 @@ from windlass.trainer.uncalled import (
     OF_ACCELERATOR,
     OF_ARGUMENTS,
     OTHER_ARGUMENTS,
+    SAVED_PARTS,
     never_called,
 )
 from windlass.transforms.context import has_divided_sequences
@@ -53,46 +53,23 @@ TrainingStep = Callable[[Any, Tensor | None], Any]
 # Overrides of these methods change the plan.
 WATCHED = (
     "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
-    "_get_dataloader", "evaluate", "evaluation_loop", *CALLED_AROUND, BETWEEN, CLIP,
-    *NEVER_CALLED,
+    "_get_dataloader", "evaluate", "evaluation_loop", "_load_rng_state", "_get_learning_rate", *CALLED_AROUND,
+    BETWEEN, CLIP, *NEVER_CALLED,
 )  # fmt: skip
 
 
-def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
-    """The methods of these names that are not those of `owner`: replaced in a subclass, on the instance, or by a script
-    that assigns to the class.
+def uncalled_of(trainer: Trainer, owner: type[Trainer]) -> dict[str, str]:
+    """The methods that a script overrides and no run would call, each with what to do instead. `owner` is the class
+    whose methods are the defaults.
     """
-    kind = type(instance)
-    inherited = {name for name in names if getattr(kind, name, None) is getattr(owner, name, None)}
-    return (frozenset(names) - inherited) | replaced(instance, *names)
-
-
-def replaced(instance: object, *names: str) -> frozenset[str]:
-    """The methods of these names that a script replaces: in a subclass, on the instance, or by assigning to a class of
-    Windlass. An override in a class of Windlass is none.
-    """
-    return frozenset(name for name in names if name in vars(instance) or _is_foreign(type(instance), name))
-
-
-def _is_foreign(cls: type, name: str) -> bool:
-    value: Any = inspect.getattr_static(cls, name, None)
-    if value is None:
-        return False
-    function: Any = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    # Not `__module__`, which `functools.wraps` copies from the method that a script wraps.
-    where = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-    return not str(where).startswith("windlass.")
-
-
-def uncalled_of(trainer: Trainer) -> dict[str, str]:
-    """The methods that a script overrides and no run would call, each with what to do instead."""
     copied = {name: fix for name, fix in CALLED_AROUND.items() if not calls_inherited(getattr(trainer, name))}
     if not accepts(trainer._maybe_log_save_evaluate, *(None,) * 7, learning_rate=None):
         copied[BETWEEN] = OTHER_ARGUMENTS
+    divides_sequences = owner.get_cp_size(trainer) * owner.get_sp_size(trainer) > 1
     return {
         f"{prefix}{name}": known[name]
         for prefix, owner, known in (
-            ("", trainer, {**never_called(trainer.args), **copied}),
+            ("", trainer, {**never_called(trainer.args, divides_sequences), **copied}),
             ("args.", trainer.args, OF_ARGUMENTS),
             ("accelerator.", trainer.accelerator, OF_ACCELERATOR),
         )
@@ -128,8 +105,17 @@ def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
     if not overrides(trainer, owner, "_save_checkpoint"):
         return frozenset()
     # Beside the inherited way to save, helpers are another way, which the script may never take.
-    named = names_in_versions(save) if calls_inherited(save) else names_in_code([save])
-    return frozenset(name for name in named & NEVER_CALLED.keys() if not hasattr(trainer, name))
+    around = calls_inherited(save)
+    named = names_in_versions(save) if around else names_in_code([save])
+    parts = named.intersection(SAVED_PARTS)
+    if around and parts:
+        warn_once(
+            logger,
+            f"`_save_checkpoint` names {min(parts)}: if it saves by that, and not by the inherited "
+            f"`_save_checkpoint` alone, its first save fails",
+        )
+    absent = frozenset(name for name in named & NEVER_CALLED.keys() if not hasattr(trainer, name))
+    return absent if around else absent | parts
 
 
 def has_evaluation_data(trainer: Trainer) -> bool:
@@ -230,7 +216,7 @@ def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScr
         takes = accepts(trainer.save_model, str(folder), **internal)
         trainer.save_model(str(folder), **(internal if takes else {}))
 
-    own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model")
+    own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model", *SAVED_PARTS)
     return SavedByScript(
         beside,
         write_model if "_save" in own else None,
@@ -238,6 +224,14 @@ def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScr
         may_wait=not own and not trainer.callback_handler.listens_outside("on_save"),
         committed=trainer._checkpoint_committed,
     )
+
+
+def save_parts(trainer: Trainer, folder: Path) -> None:
+    """Call what a script does beside the inherited ways to save parts of the checkpoint in `folder`, which has them."""
+    if folder.is_dir():  # the save succeeded
+        for name in sorted(replaced(trainer, *SAVED_PARTS)):
+            with _inheriting(trainer, **{name: lambda: None}):
+                getattr(trainer, name)(str(folder))
 
 
 class TrainHooks:
@@ -275,7 +269,7 @@ class TrainHooks:
         self.model, self.loss = trainer.model, loss_hooks(trainer, owner)
         self.training_step: TrainingStep = trainer.run_micro_step
         self.overridden = replaced(trainer, *WATCHED)
-        self.uncalled = uncalled_of(trainer)
+        self.uncalled = uncalled_of(trainer, owner)
         self.absent = absent_in_save(trainer, owner)
         own_flops = overrides(trainer, owner, "floating_point_ops")
         self.flops: Callable[[Any], float] | None = trainer.floating_point_ops if own_flops else None
@@ -285,7 +279,7 @@ class TrainHooks:
         self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
         # Older overrides take `(model, trial, metrics)`, and no time at which training began.
         save = trainer._save_checkpoint
-        self._trial = (None,) * max(_required(save) - 1, int(accepts(save, None, None)))
+        self._trial = (None,) * max(required_by_position(save) - 1, int(accepts(save, None, None)))
         self._log_takes_start = accepts(trainer.log, {}, 0.0)
         self._log_names_start = accepts(trainer.log, {}, start_time=0.0)
 
@@ -418,19 +412,26 @@ class TrainHooks:
     def save_checkpoint(self) -> None:
         self._trainer._save_checkpoint(self._trainer.model, *self._trial)
 
+    def learning_rate(self) -> float:
+        """The learning rate of the update that begins, as the script reports it."""
+        return self._trainer._get_learning_rate()
+
     def load_weights(self, folder: str) -> None:
         self._trainer._load_from_checkpoint(folder)
 
     @contextlib.contextmanager
     def restoring_generators(self, folder: str, generators: Generators) -> Iterator[None]:
-        """Let the script's `_load_rng_state`, if it has one, decide if generators stay as the body restores them."""
+        """Let the script's `_load_rng_state`, if it has one, decide if generators stay as the body restores them. A
+        copy of another library's finds no file of that one, and begins with what the body restored.
+        """
         if "_load_rng_state" not in self.overridden:
             yield
             return
         before = generators.state_dict()
         yield
         restored = generators.state_dict()
-        generators.load_state_dict(before)
+        if calls_inherited(self._trainer._load_rng_state):
+            generators.load_state_dict(before)
         restore = partial(generators.load_state_dict, restored)
         with _inheriting(self._trainer, _load_rng_state=restore):
             self._trainer._load_rng_state(folder)
@@ -440,13 +441,6 @@ class TrainHooks:
 
     def load_best_model(self) -> None:
         self._trainer._load_best_model()
-
-
-def _required(method: Callable[..., Any]) -> int:
-    """The number of arguments that a call has to pass by position."""
-    parameters = inspect.signature(method).parameters.values()
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.default is p.empty and p.kind in by_position for p in parameters)
 
 
 def every_forward_meets(strategy: Strategy) -> bool:

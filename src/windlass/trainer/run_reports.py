@@ -37,7 +37,10 @@ class RunReports:
         counts: since the step `from_step`: the samples of all calls of `train()`, and the seconds of the earlier ones.
         began: `time.monotonic()` when this call began.
         experts: the load of the experts of a mixture.
+        own_rate: the learning rate of the last update as a script's own method returned it; None: it has none.
     """
+
+    own_rate: float | None = None
 
     def __init__(self, context: RunContext, ledger: Ledger, record: RunRecord) -> None:
         self._plan, self._events, self._ledger = context.plan, context.events, ledger
@@ -97,13 +100,18 @@ class RunReports:
         own = batch.flops
         self._state.total_flos += float(self._flops_per_position * batch.positions if own is None else own)
 
+    @property
+    def _rate(self) -> float:
+        """The learning rate of the last update."""
+        rates = self._schedule.last_lrs()
+        return (rates[0] if rates else 0.0) if self.own_rate is None else self.own_rate
+
     def interval(self) -> tuple[Tensor, Tensor | None, float]:
         """Of the updates since the last report: the sum of their losses, whose mean over ranks is that of the run; the
         last gradient norm, None before the first update; and the last learning rate. No host sync.
         """
-        rates = self._schedule.last_lrs()
         losses = self._ledger.loss_of_interval() * self._plan.batch.ranks
-        return losses.float(), self._ledger.last_norm, rates[0] if rates else 0.0
+        return losses.float(), self._ledger.last_norm, self._rate
 
     def progress(self) -> dict[str, Any]:
         """The losses since the last report; empty if there were no updates."""
@@ -113,8 +121,7 @@ class RunReports:
         run_clock().row = self._rates.take(self._ledger.shared, self._counted)
         self.load_watch.look(training=True)
         self._events.count_samples(self._counted[0])
-        rates = self._schedule.last_lrs()
-        logs = {**report, "learning_rate": rates[0] if rates else 0.0, **self.experts.read()}
+        logs = {**report, "learning_rate": self._rate, **self.experts.read()}
         if self._ledger.skipped:
             logs["skipped_updates"] = self._ledger.skipped
         return logs

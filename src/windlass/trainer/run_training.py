@@ -58,6 +58,7 @@ class RunTraining(LoopHooks):
         if hooks.has_own_work:
             self._work = self._due.run_by_script if hooks.works_around else self._due.run_by_copy
         self.steps: MicroSteps = MicroSteps(context, hooks)
+        self._has_own_rate = "_get_learning_rate" in hooks.overridden
         main_input = getattr(context.files.model, "main_input_name", "input_ids")
         inputs = InputCounter(main_input, context.plan.reports.tokens, pad_token)
         faults = context.services.faults
@@ -276,6 +277,8 @@ class RunTraining(LoopHooks):
         events = self._events
         heard = events.handler.begin_step(events.control)
         self._schedule.set(step)
+        if self._has_own_rate:
+            self._reports.own_rate = self._hooks.learning_rate()
         if "on_step_begin" in heard:
             events.fire("on_step_begin")
             heard = events.handler.heard

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.attributes import keep_properties
+from windlass.core.attributes import keep_properties, overrides, replaced
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_trainer_verbosity
@@ -58,6 +58,7 @@ from windlass.trainer.losses import (
     on_device,
     without_gradient,
 )
+from windlass.trainer.uncalled import SAVED
 from windlass.trainer.wrappers import innermost, labels_in_signature, returns_loss_by_default
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class Trainer:
         self._run: Run | None = None
         self._folder: RunFolder | None = None
         self._take_model(defaults.first_model(model, None if model_init is None else self.call_model_init))
-        makers = hooks.replaced(self, *defaults.MAKERS)
+        makers = replaced(self, *defaults.MAKERS)
         zero = self._plan.dist.zero
         defaults.check_given(self.args, zero, optimizers, optimizer_cls_and_kwargs, model_init, makers)
         callbacks = defaults.listed_callbacks(callbacks, callback)
@@ -418,7 +419,7 @@ class Trainer:
 
     @compute_loss_func.setter
     def compute_loss_func(self, function: Any) -> None:
-        if function is not None and not callable(function) and hooks.replaced(self, "compute_loss"):
+        if function is not None and not callable(function) and replaced(self, "compute_loss"):
             # Nothing calls it. Before there was the attribute, libraries have said so that `compute_loss` has scaled
             # its loss: transformers does not if there is a function.
             function, self.loss_is_scaled_for_ga = None, True
@@ -687,9 +688,7 @@ class Trainer:
             description="Training",
             batch_size=self.args.train_batch_size,
             # Of an override alone: otherwise the loader builds its order, with the sizes of batches.
-            sampler_fn=self._get_train_sampler
-            if hooks.overrides(self, Trainer, "_get_train_sampler")
-            else None,
+            sampler_fn=self._get_train_sampler if overrides(self, Trainer, "_get_train_sampler") else None,
             is_training=True,
         )
 
@@ -812,7 +811,7 @@ class Trainer:
         if self.optimizer is None:
             target = self.model if model is None else model
             plan, given = self._plan.optimizer, self.optimizer_cls_and_kwargs
-            if given is None and hooks.overrides(self, Trainer, "get_optimizer_cls_and_kwargs"):
+            if given is None and overrides(self, Trainer, "get_optimizer_cls_and_kwargs"):
                 given = self.get_optimizer_cls_and_kwargs(self.args, target)
             decaying = self.get_decay_parameter_names(target)
             self.optimizer = optimization.new_optimizer(target, plan, given, decaying)
@@ -868,7 +867,7 @@ class Trainer:
         return count_elements(p for p in self.model.parameters() if p.requires_grad)
 
     def _get_learning_rate(self) -> float:
-        """The learning rate of the first group, for reports."""
+        """The learning rate of the first group; for overrides, which a run calls as each update begins, for reports."""
         return float(self.get_learning_rates()[0])
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -1018,6 +1017,19 @@ class Trainer:
         with self.inherited_work.get("_save_checkpoint", contextlib.nullcontext)():
             script = hooks.saved_by(self, Trainer, self._written_beside())
             _of_run(self._run).save_checkpoint(script, wait=not self.is_in_train)
+            hooks.save_parts(self, Path(self._get_output_dir()) / f"checkpoint-{self.state.global_step}")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """A part of what a run saves as a whole; for overrides, which are called after each save with its folder."""
+        self._do_inherited("_save_optimizer_and_scheduler", SAVED)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As `_save_optimizer_and_scheduler`."""
+        self._do_inherited("_save_rng_state", SAVED)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """As `_save_optimizer_and_scheduler`."""
+        self._do_inherited("_save_scaler", SAVED)
 
     def _checkpoint_committed(self) -> None:
         """Called once a checkpoint of the run is committed, after `on_save`. Does nothing; for subclasses."""
@@ -1384,7 +1396,7 @@ class Trainer:
         Returns:
             The norm before clipping, or what a `clip_grad_norm_` that was assigned to the accelerator returns.
         """
-        if hooks.replaced(self.accelerator, "clip_grad_norm_"):
+        if replaced(self.accelerator, "clip_grad_norm_"):
             norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
         else:
             fix = "a run calls it in an update: override it, or use accelerator.clip_grad_norm_"

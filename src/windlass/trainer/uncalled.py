@@ -5,6 +5,7 @@ from __future__ import annotations
 from windlass.config.arguments import TrainingArguments
 
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
+SAVED = "a checkpoint is written as a whole: call super()._save_checkpoint(model, trial), and write yours beside it"
 _SAVED = f"set save_only_model=True to leave it out, or {_CHECKPOINTS}"
 _PREPARED = "the engine prepares model and optimizer together; override `create_optimizer`, or wrap the model yourself"
 _DEVICE = "set use_cpu, or CUDA_VISIBLE_DEVICES"
@@ -24,12 +25,14 @@ OTHER_ARGUMENTS = (
     "let it take (self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
     "learning_rate=None), as transformers 5 passes them"
 )
+# Of a Trainer: parts of a checkpoint, which a run writes as a whole. Overrides are called after that.
+SAVED_PARTS = ("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
 # Of a Trainer: a run calls an override that calls the inherited method, as `super()` does, and no copy of another loop.
 CALLED_AROUND = {
     "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback, or call "
     "super()._inner_training_loop(...) in it",
-    "_load_rng_state": "a run restores the generators itself: leave it out, or call super()._load_rng_state(...) in it",
     "_evaluate": "override `evaluate`, or call super()._evaluate(...) in it",
+    **dict.fromkeys(SAVED_PARTS, f"call the inherited one in it, by super(); {_SAVED}"),
 }
 # Of a Trainer: parts of another library's loop.
 NEVER_CALLED = {
@@ -41,12 +44,8 @@ NEVER_CALLED = {
     "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
     "prediction_loop": "override `evaluation_loop`",
     "_get_grad_norm": _CLIPPING,
-    "_get_learning_rate": "override `log`",
     "_track_num_input_tokens": "override `log`",
     "_get_output_dir": "set output_dir",
-    "_save_rng_state": _SAVED,
-    "_save_optimizer_and_scheduler": _SAVED,
-    "_save_scaler": _SAVED,
     "_load_scaler": _CHECKPOINTS,
     "_load_callback_state": _CHECKPOINTS,
     "_rotate_checkpoints": "set save_total_limit",
@@ -64,10 +63,14 @@ NEVER_CALLED = {
 }
 
 
-def never_called(args: TrainingArguments) -> dict[str, str]:
-    """The methods of NEVER_CALLED that the other loop would call with these arguments."""
-    pushes = args.push_to_hub and args.hub_strategy != "end"
-    return {name: fix for name, fix in NEVER_CALLED.items() if pushes or name != "_push_from_checkpoint"}
+def never_called(args: TrainingArguments, divides_sequences: bool) -> dict[str, str]:
+    """The methods of NEVER_CALLED that the other loop would call with these arguments. `divides_sequences`: among
+    processes.
+    """
+    idle = set() if args.push_to_hub and args.hub_strategy != "end" else {"_push_from_checkpoint"}
+    if not divides_sequences:
+        idle.add("_prepare_context_parallel_inputs")
+    return {name: fix for name, fix in NEVER_CALLED.items() if name not in idle}
 
 
 # Of its Accelerator, in a class or assigned.
