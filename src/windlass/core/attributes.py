@@ -1,6 +1,4 @@
-"""Attributes of a module, a class or an object for a while, or of a script's; the configuration of a model; what a
-function takes.
-"""
+"""Attributes of a module, a class or an object for a while; the configuration of a model; what a function takes."""
 
 from __future__ import annotations
 
@@ -45,32 +43,6 @@ def keep_properties(cls: type, owner: type) -> None:
     for name, value in assigned.items():
         if not hasattr(inspect.getattr_static(cls, name), "__get__"):
             setattr(cls, name, value)
-
-
-def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
-    """The methods of these names that are not those of `owner`: replaced in a subclass, on the instance, or by a script
-    that assigns to the class.
-    """
-    kind = type(instance)
-    inherited = {name for name in names if getattr(kind, name, None) is getattr(owner, name, None)}
-    return (frozenset(names) - inherited) | replaced(instance, *names)
-
-
-def replaced(instance: object, *names: str) -> frozenset[str]:
-    """The methods of these names that a script replaces: in a subclass, on the instance, or by assigning to a class of
-    Windlass. An override in a class of Windlass is none.
-    """
-    return frozenset(name for name in names if name in vars(instance) or _is_foreign(type(instance), name))
-
-
-def _is_foreign(cls: type, name: str) -> bool:
-    value: Any = inspect.getattr_static(cls, name, None)
-    if value is None:
-        return False
-    function: Any = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    # Not `__module__`, which `functools.wraps` copies from the method that a script wraps.
-    where = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-    return not str(where).startswith("windlass.")
 
 
 def required_by_position(function: Callable[..., Any]) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
-from windlass.core.attributes import replaced
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem, refuse
 from windlass.core.events import TrainerState
 from windlass.core.types import State
@@ -33,6 +32,7 @@ from windlass.finetuning.sft_checks import router_coefficient
 from windlass.finetuning.skipped_overrides import check_overrides
 from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.pair_encoder import PairRows
+from windlass.trainer.hooks import replaced
 from windlass.trainer.instead import takes_place
 from windlass.trainer.services import spread_in_stages
 from windlass.transforms.model_limits import ModelLimits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from windlass.core.attributes import replaced
 from windlass.core.errors import Problem, refuse
+from windlass.trainer.hooks import replaced
 
 _ROWS = "prepare the rows before you pass them"
 _LOSS = "override `compute_loss`"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import GeneratorType
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windlass.accelerator.saved_parts import Generators
 from windlass.config.plan import EvaluationPlan
-from windlass.core.attributes import accepts, attributes_of, overrides, replaced, required_by_position
+from windlass.core.attributes import accepts, attributes_of, required_by_position
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger, warn_once
 from windlass.core.run_clock import Moment
@@ -25,7 +25,7 @@ from windlass.trainer.drawn_samples import Draw
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks, LossSettings
 from windlass.trainer.losses import smoothing_of
-from windlass.trainer.model_writer import WrittenBeside
+from windlass.trainer.model_writer import SavedByScript, WrittenBeside
 from windlass.trainer.script_loss import calls_inherited, exchanges, names_in_code, names_in_versions
 from windlass.trainer.uncalled import (
     BETWEEN,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows
 
 logger = get_job_logger(__name__)
 
-WriteModel = Callable[[Path, Mapping[str, Any] | None], None]
 TrainingStep = Callable[[Any, Tensor | None], Any]
 
 # Overrides of these methods change the plan.
@@ -56,6 +55,32 @@ WATCHED = (
     "_get_dataloader", "evaluate", "evaluation_loop", "_load_rng_state", "_get_learning_rate", *CALLED_AROUND,
     BETWEEN, CLIP, *NEVER_CALLED,
 )  # fmt: skip
+
+
+def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
+    """The methods of these names that are not those of `owner`: replaced in a subclass, on the instance, or by a script
+    that assigns to the class.
+    """
+    kind = type(instance)
+    inherited = {name for name in names if getattr(kind, name, None) is getattr(owner, name, None)}
+    return (frozenset(names) - inherited) | replaced(instance, *names)
+
+
+def replaced(instance: object, *names: str) -> frozenset[str]:
+    """The methods of these names that a script replaces: in a subclass, on the instance, or by assigning to a class of
+    Windlass. An override in a class of Windlass is none.
+    """
+    return frozenset(name for name in names if name in vars(instance) or _is_foreign(type(instance), name))
+
+
+def _is_foreign(cls: type, name: str) -> bool:
+    value: Any = inspect.getattr_static(cls, name, None)
+    if value is None:
+        return False
+    function: Any = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    # Not `__module__`, which `functools.wraps` copies from the method that a script wraps.
+    where = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return not str(where).startswith("windlass.")
 
 
 def uncalled_of(trainer: Trainer, owner: type[Trainer]) -> dict[str, str]:
@@ -189,18 +214,6 @@ def loss_exchanges(trainer: Trainer) -> bool:
     return exchanges([trainer.compute_loss, trainer.prediction_step, trainer.model, *given])
 
 
-@dataclass(frozen=True, slots=True)
-class SavedByScript:
-    """What a script takes part in when its run is saved, for one save."""
-
-    beside: WrittenBeside
-    # Writes the model by the script's `_save`, from weights that were gathered if there are any; None: Windlass does
-    write_model: WriteModel | None
-    save_model: Callable[[Path], None] | None  # the script's own one, which every rank calls with a folder
-    may_wait: bool  # none of its code needs the state of the run at that time, so it may be written in the background
-    committed: Callable[[], None]  # called once the checkpoint is committed, after `on_save`
-
-
 def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScript:
     """What the script of this Trainer takes part in. `owner` is the class whose methods are the defaults."""
 
@@ -221,17 +234,17 @@ def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScr
         beside,
         write_model if "_save" in own else None,
         save_model if "save_model" in own else None,
+        own.intersection(SAVED_PARTS),
         may_wait=not own and not trainer.callback_handler.listens_outside("on_save"),
         committed=trainer._checkpoint_committed,
     )
 
 
-def save_parts(trainer: Trainer, folder: Path) -> None:
+def save_parts(trainer: Trainer, names: frozenset[str], folder: Path) -> None:
     """Call what a script does beside the inherited ways to save parts of the checkpoint in `folder`, which has them."""
-    if folder.is_dir():  # the save succeeded
-        for name in sorted(replaced(trainer, *SAVED_PARTS)):
-            with _inheriting(trainer, **{name: lambda: None}):
-                getattr(trainer, name)(str(folder))
+    for name in sorted(names) if folder.is_dir() else ():  # the save may have failed
+        with _inheriting(trainer, **{name: lambda: None}):
+            getattr(trainer, name)(str(folder))
 
 
 class TrainHooks:

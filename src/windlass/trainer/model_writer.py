@@ -37,6 +37,8 @@ from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
 
 logger = get_job_logger(__name__)
+
+WriteModel = Callable[[Path, Mapping[str, Any] | None], None]
 _WHOLE = (
     "the peft model trains other weights beside its adapter, or prompts from an encoder with layers: all of its "
     "weights are saved, under names that only the same peft model has, so from_pretrained does not read them. For a "
@@ -60,6 +62,19 @@ class WrittenBeside:
         """The arguments of the run, which `from_pretrained` does not read."""
         arguments = json.dumps(self.arguments(), indent=2, sort_keys=True, default=str)
         return {"training_args.json": f"{arguments}\n".encode()}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedByScript:
+    """What a script takes part in when its run is saved, for one save."""
+
+    beside: WrittenBeside
+    # Writes the model by the script's `_save`, from weights that were gathered if there are any; None: Windlass does
+    write_model: WriteModel | None
+    save_model: Callable[[Path], None] | None  # the script's own one, which every rank calls with a folder
+    parts: frozenset[str]  # its methods that save parts of a checkpoint, which are called once it is saved
+    may_wait: bool  # none of its code needs the state of the run at that time, so it may be written in the background
+    committed: Callable[[], None]  # called once the checkpoint is committed, after `on_save`
 
 
 class ModelWriter:

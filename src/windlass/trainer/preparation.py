@@ -24,7 +24,6 @@ from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import CallPlan, DistPlan, PipelinePlan, RunPlan, SavePlan
-from windlass.core.attributes import replaced
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem, refuse
 from windlass.core.lazy import import_uncollected
 from windlass.core.locations import local_folder
@@ -44,7 +43,7 @@ from windlass.trainer.column_checks import check_columns, given_datasets
 from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
-from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, loss_settings
+from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, loss_settings, replaced
 from windlass.trainer.instead import RunRequest
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.loading import group_source

@@ -30,8 +30,8 @@ from windlass.metrics.ledger import Ledger
 from windlass.trainer.batch_fitter import UpdateFitter
 from windlass.trainer.blame import find_nonfinite_samples
 from windlass.trainer.defaults import retention_of
-from windlass.trainer.hooks import SavedByScript
 from windlass.trainer.interruption import Interruptible
+from windlass.trainer.model_writer import SavedByScript
 from windlass.trainer.publishing import end_waits
 from windlass.trainer.resuming import CheckpointSource, merged_ledger
 from windlass.trainer.run_checkpoints import RunCheckpoints

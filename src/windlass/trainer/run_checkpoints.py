@@ -35,8 +35,7 @@ from windlass.core.threads import THREADS
 from windlass.core.whole_file import write_whole
 from windlass.dist.ending import leaves_others
 from windlass.trainer.best_tracker import Best, BestTracker
-from windlass.trainer.hooks import SavedByScript, WriteModel
-from windlass.trainer.model_writer import ModelWriter
+from windlass.trainer.model_writer import ModelWriter, SavedByScript, WriteModel
 from windlass.trainer.resuming import CheckpointSource
 from windlass.trainer.run_context import RunContext
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.attributes import keep_properties, overrides, replaced
+from windlass.core.attributes import keep_properties
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_trainer_verbosity
@@ -167,7 +167,7 @@ class Trainer:
         self._run: Run | None = None
         self._folder: RunFolder | None = None
         self._take_model(defaults.first_model(model, None if model_init is None else self.call_model_init))
-        makers = replaced(self, *defaults.MAKERS)
+        makers = hooks.replaced(self, *defaults.MAKERS)
         zero = self._plan.dist.zero
         defaults.check_given(self.args, zero, optimizers, optimizer_cls_and_kwargs, model_init, makers)
         callbacks = defaults.listed_callbacks(callbacks, callback)
@@ -419,7 +419,7 @@ class Trainer:
 
     @compute_loss_func.setter
     def compute_loss_func(self, function: Any) -> None:
-        if function is not None and not callable(function) and replaced(self, "compute_loss"):
+        if function is not None and not callable(function) and hooks.replaced(self, "compute_loss"):
             # Nothing calls it. Before there was the attribute, libraries have said so that `compute_loss` has scaled
             # its loss: transformers does not if there is a function.
             function, self.loss_is_scaled_for_ga = None, True
@@ -688,7 +688,9 @@ class Trainer:
             description="Training",
             batch_size=self.args.train_batch_size,
             # Of an override alone: otherwise the loader builds its order, with the sizes of batches.
-            sampler_fn=self._get_train_sampler if overrides(self, Trainer, "_get_train_sampler") else None,
+            sampler_fn=self._get_train_sampler
+            if hooks.overrides(self, Trainer, "_get_train_sampler")
+            else None,
             is_training=True,
         )
 
@@ -811,7 +813,7 @@ class Trainer:
         if self.optimizer is None:
             target = self.model if model is None else model
             plan, given = self._plan.optimizer, self.optimizer_cls_and_kwargs
-            if given is None and overrides(self, Trainer, "get_optimizer_cls_and_kwargs"):
+            if given is None and hooks.overrides(self, Trainer, "get_optimizer_cls_and_kwargs"):
                 given = self.get_optimizer_cls_and_kwargs(self.args, target)
             decaying = self.get_decay_parameter_names(target)
             self.optimizer = optimization.new_optimizer(target, plan, given, decaying)
@@ -1017,7 +1019,9 @@ class Trainer:
         with self.inherited_work.get("_save_checkpoint", contextlib.nullcontext)():
             script = hooks.saved_by(self, Trainer, self._written_beside())
             _of_run(self._run).save_checkpoint(script, wait=not self.is_in_train)
-            hooks.save_parts(self, Path(self._get_output_dir()) / f"checkpoint-{self.state.global_step}")
+            if script.parts:
+                folder = Path(self._get_output_dir()) / f"checkpoint-{self.state.global_step}"
+                hooks.save_parts(self, script.parts, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """A part of what a run saves as a whole; for overrides, which are called after each save with its folder."""
@@ -1396,7 +1400,7 @@ class Trainer:
         Returns:
             The norm before clipping, or what a `clip_grad_norm_` that was assigned to the accelerator returns.
         """
-        if replaced(self.accelerator, "clip_grad_norm_"):
+        if hooks.replaced(self.accelerator, "clip_grad_norm_"):
             norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
         else:
             fix = "a run calls it in an update: override it, or use accelerator.clip_grad_norm_"
