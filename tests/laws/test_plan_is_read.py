@@ -260,8 +260,6 @@ NO_USE = {
     "DataPlan.worker_init": "workers",
     "DataPlan.worker_timeout": "workers",
     "DistPlan.broadcast_buffers": "several processes",
-    "DistPlan.context": "several processes",
-    "DistPlan.sequence": "several processes",
     "DistPlan.bucket_cap_mb": "several processes",
     "DistPlan.comm_options": "several processes",
     "DistPlan.find_unused_parameters": "several processes",
