@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.core.tensors import dtype_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +41,7 @@ def dtypes_of(precision: PrecisionPlan, dist: DistPlan, weights: str) -> Dtypes:
 
 def weights_of(model: nn.Module) -> str:
     """The dtype of the trained weights; of several, the number of parameters of each."""
-    counts = Counter(dtype_name(p.dtype) for p in model.parameters() if p.requires_grad)
+    counts = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad)
     if len(counts) < 2:
         return next(iter(counts), "none")
     return " and ".join(f"{dtype} ({count} parameters)" for dtype, count in counts.most_common())

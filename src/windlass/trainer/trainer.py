@@ -1382,7 +1382,7 @@ class Trainer:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random generators to those of the checkpoint that a run continues; for overrides, which a run calls
-        once all else is restored. An override that does not call it leaves them as they were.
+        once all else is restored. One that names it and does not call it leaves them as they were.
 
         Args:
             checkpoint: its folder.
