@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dist.launch import on_ranks
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
+from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import is_checkpoint
 from windlass.core.errors import ConfigError
 from windlass.trainer import trainer as module_of_trainer
@@ -47,6 +50,41 @@ def test_what_a_script_does_beside_saving_a_part_comes_after_the_save(tmp_path: 
         assert written == {f"own-{name}.txt": str(step) for name in ("optimizer", "generators", "scaler")}
     resumed = Beside(Net(), arguments(tmp_path, **options | {"max_steps": 6}), train_dataset=rows(32))
     assert resumed.train(resume_from_checkpoint=True).global_step == 6
+
+
+def test_a_save_that_failed_has_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Files.make_folder
+
+    def fails_once(files: Files, path: Path) -> None:
+        if path.name == "tmp-checkpoint-2":
+            raise OSError(errno.ENOTCONN, "gone", str(path))
+        make(files, path)
+
+    monkeypatch.setattr(Files, "make_folder", fails_once)
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    Beside(Net(), arguments(tmp_path, **options), train_dataset=rows(32)).train()
+    names = ("own-generators.txt", "own-optimizer.txt", "own-scaler.txt")
+    written = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("checkpoint-*/own-*"))
+    assert written == [Path("checkpoint-4") / name for name in names]
+
+
+def run_beside(folder: str) -> list[str]:
+    noted = []
+
+    class Notes(Beside):
+        def _note(self, output_dir: str, name: str) -> None:
+            assert is_checkpoint(Path(output_dir))
+            noted.append(f"{Path(output_dir).name} {name}")
+
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    Notes(Net(), arguments(Path(folder), **options), train_dataset=rows(32)).train()
+    return noted
+
+
+@pytest.mark.dist
+def test_every_process_is_called_once_a_save_is_committed(tmp_path: Path) -> None:
+    each = [f"checkpoint-{step} {name}" for step in (2, 4) for name in ("optimizer", "generators", "scaler")]
+    assert on_ranks(2, run_beside, str(tmp_path)) == [each, each]
 
 
 def test_another_way_to_save_is_told_of_before_the_run_and_fails_where_it_is_taken(

@@ -93,12 +93,12 @@ def uncalled_of(trainer: Trainer, owner: type[Trainer]) -> dict[str, str]:
     divides_sequences = owner.get_cp_size(trainer) * owner.get_sp_size(trainer) > 1
     return {
         f"{prefix}{name}": known[name]
-        for prefix, owner, known in (
+        for prefix, overriding, known in (
             ("", trainer, {**never_called(trainer.args, divides_sequences), **copied}),
             ("args.", trainer.args, OF_ARGUMENTS),
             ("accelerator.", trainer.accelerator, OF_ACCELERATOR),
         )
-        for name in sorted(replaced(owner, *known))
+        for name in sorted(replaced(overriding, *known))
     }
 
 
@@ -123,8 +123,8 @@ def wrap_model(trainer: Trainer, training: bool) -> None:
 
 
 def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
-    """The methods that an overridden `_save_checkpoint` calls and that do not exist. Found before a run: the first save
-    may be hours later.
+    """The methods that an overridden `_save_checkpoint` calls and that do not exist, or save one part alone. Found
+    before a run: the first save may be hours later. Warns where it may never call them.
     """
     save = trainer._save_checkpoint
     if not overrides(trainer, owner, "_save_checkpoint"):
@@ -137,7 +137,7 @@ def absent_in_save(trainer: Trainer, owner: type) -> frozenset[str]:
         warn_once(
             logger,
             f"`_save_checkpoint` names {min(parts)}: if it saves by that, and not by the inherited "
-            f"`_save_checkpoint` alone, its first save fails",
+            "`_save_checkpoint` alone, its first save fails",
         )
     absent = frozenset(name for name in named & NEVER_CALLED.keys() if not hasattr(trainer, name))
     return absent if around else absent | parts
@@ -229,22 +229,20 @@ def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScr
         takes = accepts(trainer.save_model, str(folder), **internal)
         trainer.save_model(str(folder), **(internal if takes else {}))
 
+    def committed(folder: Path) -> None:
+        trainer._checkpoint_committed()
+        for name in sorted(own.intersection(SAVED_PARTS)):
+            with _inheriting(trainer, **{name: lambda: None}):  # the checkpoint has that part
+                getattr(trainer, name)(str(folder))
+
     own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model", *SAVED_PARTS)
     return SavedByScript(
         beside,
         write_model if "_save" in own else None,
         save_model if "save_model" in own else None,
-        own.intersection(SAVED_PARTS),
         may_wait=not own and not trainer.callback_handler.listens_outside("on_save"),
-        committed=trainer._checkpoint_committed,
+        committed=committed,
     )
-
-
-def save_parts(trainer: Trainer, names: frozenset[str], folder: Path) -> None:
-    """Call what a script does beside the inherited ways to save parts of the checkpoint in `folder`, which has them."""
-    for name in sorted(names) if folder.is_dir() else ():  # the save may have failed
-        with _inheriting(trainer, **{name: lambda: None}):
-            getattr(trainer, name)(str(folder))
 
 
 class TrainHooks:

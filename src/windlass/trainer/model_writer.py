@@ -72,9 +72,10 @@ class SavedByScript:
     # Writes the model by the script's `_save`, from weights that were gathered if there are any; None: Windlass does
     write_model: WriteModel | None
     save_model: Callable[[Path], None] | None  # the script's own one, which every rank calls with a folder
-    parts: frozenset[str]  # its methods that save parts of a checkpoint, which are called once it is saved
     may_wait: bool  # none of its code needs the state of the run at that time, so it may be written in the background
-    committed: Callable[[], None]  # called once the checkpoint is committed, after `on_save`
+    committed: Callable[
+        [Path], None
+    ]  # called with the folder once the checkpoint is committed, after `on_save`
 
 
 class ModelWriter:

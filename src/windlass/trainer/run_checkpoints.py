@@ -188,7 +188,11 @@ class RunCheckpoints:
         return content
 
     def _ended(
-        self, as_saved: TrainerState, previous_best: Best, committed: Callable[[], None], folder: Path | None
+        self,
+        as_saved: TrainerState,
+        previous_best: Best,
+        committed: Callable[[Path], None],
+        folder: Path | None,
     ) -> None:
         """Called once a save commits, or with a folder of None once it fails."""
         if self._script_files is not None:
@@ -207,7 +211,7 @@ class RunCheckpoints:
         self._events.fire("on_save", as_saved)
         self._events.control.should_save |= asked  # a request made since then is for another save
         with run_clock().within(CALLBACKS):
-            committed()
+            committed(folder)
 
     def finish(self) -> None:
         """Wait until the save under way, if there is one, is committed or has failed. Collective."""

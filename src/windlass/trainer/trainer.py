@@ -1019,9 +1019,6 @@ class Trainer:
         with self.inherited_work.get("_save_checkpoint", contextlib.nullcontext)():
             script = hooks.saved_by(self, Trainer, self._written_beside())
             _of_run(self._run).save_checkpoint(script, wait=not self.is_in_train)
-            if script.parts:
-                folder = Path(self._get_output_dir()) / f"checkpoint-{self.state.global_step}"
-                hooks.save_parts(self, script.parts, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """A part of what a run saves as a whole; for overrides, which are called after each save with its folder."""
