@@ -17,7 +17,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import is_checkpoint
 from windlass.core.errors import ConfigError
 from windlass.trainer import trainer as module_of_trainer
-from windlass.trainer.uncalled import never_called
+from windlass.trainer.uncalled import SAVED_PARTS, idle
 
 # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def test_a_way_to_push_checkpoints_is_refused_only_where_they_would_be_pushed(tm
     assert trainer.train().global_step == 2
     for strategy, refused in (("end", False), ("every_save", True)):
         args = arguments(tmp_path, push_to_hub=True, hub_strategy=strategy)
-        assert ("_push_from_checkpoint" in never_called(args, False)) == refused
+        assert ("_push_from_checkpoint" not in idle(args, False)) == refused
 
 
 def test_a_part_of_context_parallelism_is_refused_only_where_sequences_are_divided(tmp_path: Path) -> None:
@@ -172,4 +172,22 @@ def test_a_part_of_context_parallelism_is_refused_only_where_sequences_are_divid
 
     args = arguments(tmp_path, max_steps=2)
     assert Prepares(Net(), args, train_dataset=rows(8)).train().global_step == 2
-    assert "_prepare_context_parallel_inputs" in never_called(args, divides_sequences=True)
+    assert "_prepare_context_parallel_inputs" not in idle(args, divides_sequences=True)
+
+
+def test_parts_that_are_not_saved_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    """Scripts leave them out by methods that do nothing, beside that argument or in place of it."""
+
+    def nothing(self: Any, output_dir: str) -> None:
+        raise AssertionError
+
+    kind = type("Leaves", (Trainer,), dict.fromkeys(SAVED_PARTS, nothing))
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(
+        ConfigError, match=r"_save_scaler='overridden'.*set save_only_model=True to save no such"
+    ):
+        kind(Net(), arguments(tmp_path, **options), train_dataset=rows(32)).train()
+    for one in (kind, Beside):
+        one(Net(), arguments(tmp_path, **options, save_only_model=True), train_dataset=rows(32)).train()
+        assert (tmp_path / "checkpoint-4" / "model.safetensors").is_file()
+    assert not list(tmp_path.glob("checkpoint-*/own-*"))

@@ -37,7 +37,7 @@ from windlass.trainer.uncalled import (
     OF_ARGUMENTS,
     OTHER_ARGUMENTS,
     SAVED_PARTS,
-    never_called,
+    idle,
 )
 from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.strategy import Strategy
@@ -84,17 +84,19 @@ def _is_foreign(cls: type, name: str) -> bool:
 
 
 def uncalled_of(trainer: Trainer, owner: type[Trainer]) -> dict[str, str]:
-    """The methods that a script overrides and no run would call, each with what to do instead. `owner` is the class
-    whose methods are the defaults.
-    """
+    """The methods of a class derived from `owner` that no run would call, each with what to do instead."""
     copied = {name: fix for name, fix in CALLED_AROUND.items() if not calls_inherited(getattr(trainer, name))}
     if not accepts(trainer._maybe_log_save_evaluate, *(None,) * 7, learning_rate=None):
         copied[BETWEEN] = OTHER_ARGUMENTS
-    divides_sequences = owner.get_cp_size(trainer) * owner.get_sp_size(trainer) > 1
+    unused = idle(trainer.args, owner.get_cp_size(trainer) * owner.get_sp_size(trainer) > 1)
     return {
         f"{prefix}{name}": known[name]
         for prefix, overriding, known in (
-            ("", trainer, {**never_called(trainer.args, divides_sequences), **copied}),
+            (
+                "",
+                trainer,
+                {name: fix for name, fix in {**NEVER_CALLED, **copied}.items() if name not in unused},
+            ),
             ("args.", trainer.args, OF_ARGUMENTS),
             ("accelerator.", trainer.accelerator, OF_ACCELERATOR),
         )
@@ -231,7 +233,7 @@ def saved_by(trainer: Trainer, owner: type, beside: WrittenBeside) -> SavedByScr
 
     def committed(folder: Path) -> None:
         trainer._checkpoint_committed()
-        for name in sorted(own.intersection(SAVED_PARTS)):
+        for name in () if trainer.args.save_only_model else sorted(own.intersection(SAVED_PARTS)):
             with _inheriting(trainer, **{name: lambda: None}):  # the checkpoint has that part
                 getattr(trainer, name)(str(folder))
 

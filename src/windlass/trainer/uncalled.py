@@ -6,7 +6,7 @@ from windlass.config.arguments import TrainingArguments
 
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
 SAVED = "a checkpoint is written as a whole: call super()._save_checkpoint(model, trial), and write yours beside it"
-_SAVED = f"set save_only_model=True to leave it out, or {_CHECKPOINTS}"
+_SAVED = f"set save_only_model=True to save no such part, or {_CHECKPOINTS}"
 _PREPARED = "the engine prepares model and optimizer together; override `create_optimizer`, or wrap the model yourself"
 _DEVICE = "set use_cpu, or CUDA_VISIBLE_DEVICES"
 _LAUNCHER = "they are those of the processes that were launched"
@@ -63,14 +63,16 @@ NEVER_CALLED = {
 }
 
 
-def never_called(args: TrainingArguments, divides_sequences: bool) -> dict[str, str]:
-    """The methods of NEVER_CALLED that the other loop would call with these arguments. `divides_sequences`: among
-    processes.
+def idle(args: TrainingArguments, divides_sequences: bool) -> set[str]:
+    """The methods of a Trainer that the other loop does not call with these arguments: an override has no effect there
+    either. `divides_sequences`: among processes.
     """
-    idle = set() if args.push_to_hub and args.hub_strategy != "end" else {"_push_from_checkpoint"}
+    names = set() if args.push_to_hub and args.hub_strategy != "end" else {"_push_from_checkpoint"}
     if not divides_sequences:
-        idle.add("_prepare_context_parallel_inputs")
-    return {name: fix for name, fix in NEVER_CALLED.items() if name not in idle}
+        names.add("_prepare_context_parallel_inputs")
+    if args.save_only_model:
+        names.update(SAVED_PARTS)
+    return names
 
 
 # Of its Accelerator, in a class or assigned.
