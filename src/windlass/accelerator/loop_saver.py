@@ -127,7 +127,7 @@ class LoopSaver:
         checkpoint = self._places.open(self._places.find(input_dir, "input_dir"), input_dir)
         check_fits(checkpoint, self._prepared)
         warn_of_other_threads(checkpoint.meta, self._device.type, checkpoint.folder)
-        models = [strategy.model for strategy in self._prepared.strategies]
+        models = [strategy.module for strategy in self._prepared.strategies]
         for hook in self.load_hooks.values():
             hook(models, str(checkpoint.folder))
         if self.load_hooks:
@@ -141,7 +141,7 @@ class LoopSaver:
         """Checkpoints number the models that hooks leave: with others left, ranks would load different weights.
         Collective.
         """
-        own = [id(strategy.model) for strategy in self._prepared.strategies]
+        own = [id(strategy.module) for strategy in self._prepared.strategies]
         left = [own.index(id(model)) if id(model) in own else None for model in models]
         everywhere = self._all_ranks.gather_objects(left)
         if any(other != left for other in everywhere):
@@ -253,7 +253,7 @@ class LoopSaver:
 
     def _call_save_hooks(self, weights: list[dict[str, Tensor]], folder: Path) -> None:
         for hook in self.save_hooks.values():
-            hook([strategy.model for strategy in self._prepared.strategies], weights, str(folder))
+            hook([strategy.module for strategy in self._prepared.strategies], weights, str(folder))
 
 
 @dataclass(frozen=True, slots=True)
