@@ -134,7 +134,9 @@ class LoopSaver:
             self._compare_left(models)
         self._content.load(checkpoint, models)
         if self._project.automatic_checkpoint_naming:
-            self._project.iteration = checkpoint.step + 1
+            # Of a folder that was named, later numbers may exist; the newest that is whole has none after it.
+            earlier = 0 if input_dir is None else self._project.iteration
+            self._project.iteration = max(earlier, checkpoint.step + 1)
         _log.info("Loaded the state of the loop from %s", checkpoint.folder)
 
     def _compare_left(self, models: list[nn.Module]) -> None:
