@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from tests.forecast.models import llama
+from tests.forecast.models import llama, mixture
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from windlass.core.device import without_accelerators
+from windlass.core.errors import ModelError
 from windlass.forecast.fake_weights import fake_weights, new_mode
 
 SIZES = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -103,3 +107,35 @@ def test_the_dtype_of_stored_weights_decides_if_the_configuration_does_not(tmp_p
 def test_weights_that_a_model_keeps_in_fp32_are_planned_so(dtype: torch.dtype, tmp_path: Path) -> None:
     t5().save_pretrained(tmp_path)
     check(T5ForConditionalGeneration, tmp_path, dtype=dtype)
+
+
+def test_the_sizes_are_those_of_a_configuration_that_lies_elsewhere(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "weights")
+    llama(layers=1).config.save_pretrained(tmp_path / "other")
+    check(LlamaForCausalLM, tmp_path / "weights", config=str(tmp_path / "other"))
+
+
+def test_what_is_reported_beside_a_model_and_how_experts_compute_are_those_of_loading(tmp_path: Path) -> None:
+    model = mixture()
+    model.save_pretrained(tmp_path)
+    options = {"config": model.config, "experts_implementation": "batched_mm", "output_loading_info": True}
+    loaded, info = MixtralForCausalLM.from_pretrained(tmp_path, **options)
+    with without_accelerators(), fake_weights(new_mode()):
+        planned, planned_info = MixtralForCausalLM.from_pretrained(tmp_path, **options)
+    assert planned_info.keys() == info.keys()
+    assert planned.config._experts_implementation == loaded.config._experts_implementation == "batched_mm"
+    assert model.config._experts_implementation != "batched_mm", "the configuration of the caller stays"
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, AutoModelForCausalLM])
+def test_an_adapter_is_refused_where_loading_puts_it_on_its_base(kind: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    llama().save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "own")
+    folder = str(tmp_path / "own")
+    with without_accelerators(), fake_weights(new_mode()):
+        with pytest.raises(ModelError, match="own holds an adapter, which a plan does not load"):
+            kind.from_pretrained(folder)
+        planned = peft.PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), folder)
+    assert sum(p.numel() for p in planned.parameters()) == sum(p.numel() for p in base.parameters())

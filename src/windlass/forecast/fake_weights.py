@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.core.attributes import attributes_of
@@ -22,6 +24,9 @@ from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, require
 from windlass.core.tensors import is_fake
 from windlass.forecast.packed_layers import pack
+
+_LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+"""The keys of what `from_pretrained` reports beside the model."""
 
 
 def new_mode() -> FakeTensorMode:
@@ -110,16 +115,21 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
     def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **options: Any) -> Any:
         given = options.pop("quantization_config", None)
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
-        if not hasattr(config, "to_dict"):
-            config, options = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **options)
+        informs = options.pop("output_loading_info", False)
+        _refuse_adapter(name, options)
+        if hasattr(config, "to_dict"):
+            config = copy.deepcopy(config)  # of the caller, who may make another model of it
+        else:
+            place = name if config is None else config
+            config, options = cls.config_class.from_pretrained(place, return_unused_kwargs=True, **options)
         quantization = _form(given or getattr(config, "quantization_config", None))
         config.name_or_path = name  # by which the tokenizer of a model is found
         if dtype in (None, "auto"):
             dtype = config.dtype or _stored_dtype(Path(name, options.get("subfolder") or ""))
         chosen = {} if dtype is None else {"dtype": dtype}
-        attention = options.get("attn_implementation")
-        if attention is not None:
-            chosen["attn_implementation"] = attention
+        for option in ("attn_implementation", "experts_implementation"):
+            if options.get(option) is not None:
+                chosen[option] = options[option]
         with mode:
             model = cls._from_config(config, **chosen)
             _keep_in_fp32(model)
@@ -127,10 +137,25 @@ def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
                 pack(model, quantization)
         # As `from_pretrained` returns it.
         model.eval()
-        return model
+        # No weight was read that could be missing.
+        return (model, {key: set[Any]() for key in _LOADING_INFO}) if informs else model
 
     kind: Any = require("transformers", "look at a model").PreTrainedModel
     return attributes_of(kind, from_pretrained=classmethod(from_pretrained))
+
+
+def _refuse_adapter(name: Any, options: Mapping[str, Any]) -> None:
+    """Raise ModelError for an adapter: `from_pretrained` puts it on its base, which would be planned without it."""
+    # An automatic class has replaced the name by that of the base.
+    found = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
+    if found is None and not Path(name, options.get("subfolder") or "", ADAPTER_CONFIG).is_file():
+        return
+    place = str(found or name)
+    raise ModelError(
+        f"{place} holds an adapter, which a plan does not load with the model: plan the base with "
+        f"peft.PeftModel.from_pretrained(base, {place!r}, is_trainable=True), or of the merged model "
+        f"(windlass checkpoint export {place} MERGED --merge)"
+    )
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
