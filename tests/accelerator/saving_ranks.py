@@ -236,6 +236,22 @@ def removed_on_the_main_process() -> None:
         accelerator.load_state(folder)
 
 
+def hooks_get_the_modules_of_the_script() -> None:
+    """As in accelerate, replicas too: scripts load a model's own weights into what the list holds."""
+    accelerator = make(False)
+    model = accelerator.prepare(tiny())
+    own, kept = accelerator.unwrap_model(model), {}
+
+    def save(models: list[nn.Module], states: list[dict[str, Tensor]], folder: str) -> None:
+        assert models == [own]
+        assert states.pop().keys() == own.state_dict().keys()
+        kept.update({name: value.clone() for name, value in models[0].state_dict().items()})
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(lambda models, _: models.pop().load_state_dict(kept))  # type: ignore[arg-type, return-value]
+    comes_back(accelerator, model, accelerator.save_state(FOLDER / "modules" / "state"))
+
+
 for sharded in (False, True):
     for behind in (False, True):
         on_disks_of_their_own(sharded, behind)
@@ -247,6 +263,7 @@ for together in (False, True):
 committed_when_all_have_written()
 failed_on_one()
 removed_on_the_main_process()
+hooks_get_the_modules_of_the_script()
 for layout in (WHOLE, PARTS):
     failed_to_return_its_state(layout)
 print("SAVED ON ALL")

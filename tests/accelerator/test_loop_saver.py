@@ -115,6 +115,13 @@ def test_folders_are_numbered_and_the_oldest_go(tmp_path: Path) -> None:
     assert loop.accelerator.save_iteration == 2
 
 
+def test_a_loop_that_goes_back_numbers_its_saves_after_those_that_it_made(tmp_path: Path) -> None:
+    loop = Loop(project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
+    first, *_ = [loop.accelerator.save_state() for _ in range(3)]
+    loop.accelerator.load_state(first)
+    assert Path(loop.accelerator.save_state()).name == "checkpoint_3"
+
+
 def no_room(store: Store, needed: int) -> None:
     raise OSError(28, "no room")
 

@@ -127,21 +127,23 @@ class LoopSaver:
         checkpoint = self._places.open(self._places.find(input_dir, "input_dir"), input_dir)
         check_fits(checkpoint, self._prepared)
         warn_of_other_threads(checkpoint.meta, self._device.type, checkpoint.folder)
-        models = [strategy.model for strategy in self._prepared.strategies]
+        models = [strategy.module for strategy in self._prepared.strategies]
         for hook in self.load_hooks.values():
             hook(models, str(checkpoint.folder))
         if self.load_hooks:
             self._compare_left(models)
         self._content.load(checkpoint, models)
         if self._project.automatic_checkpoint_naming:
-            self._project.iteration = checkpoint.step + 1
+            # Of a folder that was named, later numbers may exist; the newest that is whole has none after it.
+            earlier = 0 if input_dir is None else self._project.iteration
+            self._project.iteration = max(earlier, checkpoint.step + 1)
         _log.info("Loaded the state of the loop from %s", checkpoint.folder)
 
     def _compare_left(self, models: list[nn.Module]) -> None:
         """Checkpoints number the models that hooks leave: with others left, ranks would load different weights.
         Collective.
         """
-        own = [id(strategy.model) for strategy in self._prepared.strategies]
+        own = [id(strategy.module) for strategy in self._prepared.strategies]
         left = [own.index(id(model)) if id(model) in own else None for model in models]
         everywhere = self._all_ranks.gather_objects(left)
         if any(other != left for other in everywhere):
@@ -253,7 +255,7 @@ class LoopSaver:
 
     def _call_save_hooks(self, weights: list[dict[str, Tensor]], folder: Path) -> None:
         for hook in self.save_hooks.values():
-            hook([strategy.model for strategy in self._prepared.strategies], weights, str(folder))
+            hook([strategy.module for strategy in self._prepared.strategies], weights, str(folder))
 
 
 @dataclass(frozen=True, slots=True)
