@@ -88,27 +88,52 @@ INNER_KEYS: dict[str, tuple[str, ...]] = {
     "optimizer": ("type", "params", "legacy_fusion"),
     "scheduler": ("type", "params"),
     "bf16": (
-        "enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads",
+        "enabled",
+        "immediate_grad_update",
+        "check_grad_overflow",
+        "bf16_master_weights_and_grads",
         "bf16_optimizer_states",
     ),
     "fp16": ("enabled", "auto_cast", *_SCALING, "min_loss_scale", "fp16_master_weights_and_grads"),
     "zero_optimization.offload_param": (
-        "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory",
+        "device",
+        "nvme_path",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "pin_memory",
     ),
     "zero_optimization.offload_optimizer": (
-        "device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio",
-        "super_offload", "cpuadam_cores_perc",
+        "device",
+        "nvme_path",
+        "buffer_count",
+        "pin_memory",
+        "pipeline_read",
+        "pipeline_write",
+        "fast_init",
+        "ratio",
+        "super_offload",
+        "cpuadam_cores_perc",
     ),
     "activation_checkpointing": (
-        "partition_activations", "number_checkpoints", "contiguous_memory_optimization",
-        "synchronize_checkpoint_boundary", "profile", "cpu_checkpointing",
+        "partition_activations",
+        "number_checkpoints",
+        "contiguous_memory_optimization",
+        "synchronize_checkpoint_boundary",
+        "profile",
+        "cpu_checkpointing",
     ),
     # "thread_count" is an old name, without effect, that printed configurations still have.
     "aio": (
-        "block_size", "queue_depth", "intra_op_parallelism", "thread_count", "single_submit", "overlap_events",
+        "block_size",
+        "queue_depth",
+        "intra_op_parallelism",
+        "thread_count",
+        "single_submit",
+        "overlap_events",
         "use_gds",
     ),
-}  # fmt: skip
+}
 _FILES_STAGE = "keeps tensors in files at stage 3 alone; set stage 3, or device cpu"
 _SCATTERED = (
     'needs "zero_optimization": {"reduce_scatter": false} at stages 2 and 3; set it, or leave this out'
