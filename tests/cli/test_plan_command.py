@@ -335,7 +335,8 @@ def test_the_trainer_of_transformers_is_answered(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["RECIPE", "--device", "h1000"], "--device='h1000': must be one of h200, h100, "),
-        (["RECIPE", "--world", "0"], "--world=0: must be at least 1"),
+        (["RECIPE", "--world", "0"], "--world=0: must be from 1 to 999999"),
+        (["RECIPE", "--world", "1000000"], "--world=1000000: must be from 1 to 999999"),
         (["RECIPE", "--world", "3", "parallel.mesh.tp=2"], "tp"),
         (["RECIPE", "--no-such-flag"], "--no-such-flag"),
         (["RECIPE", "--fit", "8"], "such as 8x80GB"),

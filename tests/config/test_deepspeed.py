@@ -115,6 +115,23 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_ZERO: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+# Keys of sections, of which DeepSpeed reads some for nothing.
+MISSPELLED: list[tuple[dict[str, Any], str]] = [
+    ({**_ZERO, "scheduler": {"type": "WarmupLR", "param": {"warmup_num_steps": 3}}}, "did you mean 'params'"),
+    ({**_ZERO, "optimizer": {"type": "AdamW", "parms": {"lr": 0.1}}}, "did you mean 'params'"),
+    ({**_ZERO, "optimizer": "AdamW"}, "deepspeed.optimizer='AdamW': must be a section"),
+    ({**_ZERO, "bf16": {"enable": True}}, "did you mean 'enabled'"),
+    ({**_ZERO, "bf16": True}, "deepspeed.bf16=True: must be a section"),
+    ({**_ZERO, "fp16": {"initial_scale_pwr": 4}}, "did you mean 'initial_scale_power'"),
+    ({**_ZERO, "aio": {"blok_size": 4096}}, "did you mean 'block_size'"),
+    ({**_ZERO, "activation_checkpointing": {"cpu_checkpoint": True}}, "did you mean 'cpu_checkpointing'"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"pin": True}}}, "offload_optimizer.pin=True"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer='cpu': must be"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "must be none, cpu or nvme"),
+]
+
+
 def plan(folder: Path, config: Any, width: int | None = None, **changes: Any) -> RunPlan:
     args = arguments(folder, deepspeed=config, **changes)
     return resolve_run(args, resolve_call(args, World(0, 2, 0, 2)), Facts(10, hidden_size=width))
@@ -226,6 +243,7 @@ def test_the_files_norm_comes_before_the_default(tmp_path: Path) -> None:
         ),
         ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, '"reduce_scatter": false'),
         ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0}, '"reduce_scatter": false'),
+        *MISSPELLED,
     ],
 )
 def test_what_is_unknown_or_not_built_is_named(config: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 from tests.dist.launch import on_ranks
+from tests.finetuning import small
+from tests.finetuning.preferences import pairs, settings
 from tests.finetuning.test_preference_ranks import Stop, reports, trainer_of
 from tests.zero.needed import needs_deepspeed
 from tests.zero.runs import config
+
+from windlass import DPOTrainer
 
 pytest.importorskip("transformers")
 
@@ -28,6 +32,20 @@ def test_two_ranks_are_one_process(tmp_path: Path, stage: int) -> None:
         for own in (found[name], found[f"{name} resumed"]):
             for ours, theirs in zip(own, reports(trainer), strict=True):
                 assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-5), name
+
+
+@pytest.mark.dist
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_in_bf16_a_model_has_the_probabilities_of_its_reference_until_it_is_updated(
+    stage: int, tmp_path: Path
+) -> None:
+    """The engine converts the weights, so those of the reference are converted too, in each way to compute it."""
+    for precomputed in (False, True):
+        row = on_ranks(1, first_report, tmp_path / str(precomputed), stage, precomputed)[0]
+        assert (row["rewards/chosen"], row["rewards/rejected"]) == (0.0, 0.0)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -67,3 +85,12 @@ def main(folder: Path, stage: int) -> dict[str, Any]:
         run(folder / name / "cut", stage, case, cut=True)
         found[f"{name} resumed"] = run(folder / name / "cut", stage, case, resume=True)
     return found
+
+
+def first_report(folder: Path, stage: int, precomputed: bool) -> dict[str, float]:
+    """What is logged of the first update of a model whose reference is a copy of it."""
+    options: dict[str, Any] = {"bf16": True, "precompute_ref_log_probs": precomputed, **config(stage)}
+    args = settings(folder, max_steps=1, **options)
+    trainer = DPOTrainer(small.model(), args=args, train_dataset=pairs(8), processing_class=small.tokenizer())
+    trainer.train()
+    return dict(trainer.state.log_history[0])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from windlass import Accelerator
+from windlass.config.deepspeed import INNER_KEYS
 from windlass.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
 pytestmark = [pytest.mark.dist, needs_deepspeed]
@@ -38,3 +40,16 @@ def test_a_placeholder_becomes_the_schedule_of_the_configuration_or_of_its_funct
     _, planned, made = accelerator.prepare(optimizer, DummyScheduler(optimizer, warmup_num_steps=4), own)
     assert (planned.scheduler.max_lrs, planned.scheduler.warmup_num_steps) == ([0.3, 0.3], 4)
     assert (type(made.scheduler), made.scheduler.step_size) == (StepLR, 3)
+
+
+def test_keys_of_sections_are_those_of_the_library() -> None:
+    precision = importlib.import_module("deepspeed.runtime.precision_config")
+    offload = importlib.import_module("deepspeed.runtime.zero.offload_config")
+    kinds = {
+        "bf16": precision.DeepSpeedBF16Config,
+        "fp16": precision.DeepSpeedFP16Config,
+        "zero_optimization.offload_param": offload.DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": offload.DeepSpeedZeroOffloadOptimizerConfig,
+    }
+    for path, kind in kinds.items():
+        assert set(INNER_KEYS[path]) == set(kind.model_fields), path

@@ -35,6 +35,8 @@ to its first Trainer.train().
 Start = Callable[[], Any]
 _USUAL = "h100"
 """The device by whose rates layouts are compared if none is named."""
+_MOST = 999999
+"""Processes of a plan; groups of more do not fit into the memory of one machine."""
 
 
 def plan_command(words: list[str]) -> int:
@@ -43,8 +45,8 @@ def plan_command(words: list[str]) -> int:
     options, rest = build_parser().parse_known_args(own)
     rest += words[len(own) + 1 :]
     device = _device(options.device)
-    if options.world < 1:
-        raise ConfigError(Problem("--world", options.world, "must be at least 1"))
+    if not 1 <= options.world <= _MOST:
+        raise ConfigError(Problem("--world", options.world, f"must be from 1 to {_MOST}"))
     devices = None if options.fit is None else _devices(options, device)
     name, overrides = None, tuple[str, ...]()
     # The plan of a run on devices needs none, and tensors without memory are on the CPU.

@@ -82,6 +82,58 @@ SECTION_KEYS = {
          "leaf_module"), ""),
     **reverse(_ZERO_REASONS),
 }  # fmt: skip
+_SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
+# Path of a section -> its keys. DeepSpeed reads other keys of most of them for nothing.
+INNER_KEYS: dict[str, tuple[str, ...]] = {
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "scheduler": ("type", "params"),
+    "bf16": (
+        "enabled",
+        "immediate_grad_update",
+        "check_grad_overflow",
+        "bf16_master_weights_and_grads",
+        "bf16_optimizer_states",
+    ),
+    "fp16": ("enabled", "auto_cast", *_SCALING, "min_loss_scale", "fp16_master_weights_and_grads"),
+    "zero_optimization.offload_param": (
+        "device",
+        "nvme_path",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "pin_memory",
+    ),
+    "zero_optimization.offload_optimizer": (
+        "device",
+        "nvme_path",
+        "buffer_count",
+        "pin_memory",
+        "pipeline_read",
+        "pipeline_write",
+        "fast_init",
+        "ratio",
+        "super_offload",
+        "cpuadam_cores_perc",
+    ),
+    "activation_checkpointing": (
+        "partition_activations",
+        "number_checkpoints",
+        "contiguous_memory_optimization",
+        "synchronize_checkpoint_boundary",
+        "profile",
+        "cpu_checkpointing",
+    ),
+    # "thread_count" is an old name, without effect, that printed configurations still have.
+    "aio": (
+        "block_size",
+        "queue_depth",
+        "intra_op_parallelism",
+        "thread_count",
+        "single_submit",
+        "overlap_events",
+        "use_gds",
+    ),
+}
 _FILES_STAGE = "keeps tensors in files at stage 3 alone; set stage 3, or device cpu"
 _SCATTERED = (
     'needs "zero_optimization": {"reduce_scatter": false} at stages 2 and 3; set it, or leave this out'
@@ -141,8 +193,12 @@ def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     yield from _known(section, SECTION_KEYS, f"{origin}.zero_optimization")
     if section.get("stage", 0) not in STAGES:
         yield Problem(f"{origin}.zero_optimization.stage", section["stage"], _NO_STAGE)
+    for path, keys in INNER_KEYS.items():
+        yield from _unfit_section(value_at(config, path), keys, f"{origin}.{path}")
     for name in ("offload_optimizer", "offload_param"):
-        yield from _unfit_offload(section.get(name), f"{origin}.zero_optimization.{name}")
+        device = value_at(section, f"{name}.device", "none")
+        if device not in ("none", "cpu", "nvme"):
+            yield Problem(f"{origin}.zero_optimization.{name}.device", device, "must be none, cpu or nvme")
     yield from _unfit_files(config, origin)
     # DeepSpeed would say so once the model is loaded.
     if stage_of(config) > 1 and section.get("reduce_scatter", True):
@@ -154,7 +210,7 @@ def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
             yield Problem(f"{origin}.{path}", value_at(config, path), _CPU_ADAM)
     yield from _unfit_optimizer(_section(config, "optimizer"), origin)
     kind = value_at(config, "scheduler.type")
-    if "scheduler" in config and kind not in _SCHEDULERS:
+    if isinstance(config.get("scheduler"), Mapping) and kind not in _SCHEDULERS:
         yield Problem(f"{origin}.scheduler.type", kind, f"must be one of {', '.join(_SCHEDULERS)}")
 
 
@@ -179,16 +235,15 @@ def _known(section: Mapping[str, Any], table: Mapping[str, str], origin: str) ->
             yield Problem(f"{origin}.{name}", value, table[name])
 
 
+def _unfit_section(given: Any, keys: tuple[str, ...], origin: str) -> Iterator[Problem]:
+    if isinstance(given, Mapping):
+        yield from unknown(given, keys, f"{origin}.{{}}".format, "DeepSpeed has no such key")
+    elif given is not None:
+        yield Problem(origin, given, f"must be a section with keys such as {keys[0]!r}")
+
+
 def _is_off(value: Any) -> bool:
     return isinstance(value, Mapping) and value.get("enabled", True) is False
-
-
-def _unfit_offload(given: Any, origin: str) -> Iterator[Problem]:
-    if given is None:
-        return
-    device = given.get("device", "none") if isinstance(given, Mapping) else given
-    if device not in ("none", "cpu", "nvme", None):
-        yield Problem(f"{origin}.device", device, "must be none, cpu or nvme")
 
 
 def _unfit_files(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:

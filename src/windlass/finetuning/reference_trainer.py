@@ -31,6 +31,7 @@ from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
 from windlass.finetuning.skipped_overrides import check_overrides
 from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
+from windlass.precision.check import COMPUTE_DTYPES
 from windlass.text.pair_encoder import PairRows
 from windlass.trainer.hooks import replaced
 from windlass.trainer.instead import takes_place
@@ -170,6 +171,11 @@ class ReferenceTrainer(FineTuner, Generic[Config]):
         self._divide_in_stages()
         self._reference = choice.prepared(self.accelerator, self._in_stages, sharded=divided)
         self.ref_model = self._reference.module if isinstance(self._reference, SecondModel) else None
+        dtype = COMPUTE_DTYPES.get(self._plan.precision.compute)
+        if self.ref_model is not None and self.is_deepspeed_enabled and dtype is not None:
+            # As the engine converts the model, from which its own copy would differ before the first update.
+            for parameter in filter(Tensor.is_floating_point, self.ref_model.parameters()):
+                parameter.data = parameter.data.to(dtype)
         if self.args.precompute_ref_log_probs:
             self._add_reference_to_datasets()
             if choice.given is None and self.ref_model is not None:  # a copy that training does not need

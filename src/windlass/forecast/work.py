@@ -133,11 +133,11 @@ def sent_by(func: Any, args: Sequence[Any]) -> Sent | None:
     share, ranks = _PARTS.get(name), _ranks(args)
     if share is None or ranks is None or len(ranks) == 1:
         return None
-    sizes = [t.numel() * t.element_size() for t in tensors_in(args)]
-    whole = max(sizes, default=0)
+    # An argument may be a list of several tensors, which are sent together, or which are the parts of a whole one.
+    whole = max(sum(t.numel() * t.element_size() for t in tensors_in(given)) for given in args)
     if name == "send":
-        return Sent("send", ranks, sum(sizes))
-    if name in ("allgather", "all_gather_into_tensor"):  # their arguments are the parts, and not the whole
+        return Sent("send", ranks, whole)
+    if name == "all_gather_into_tensor":  # its argument is a part, and not the whole
         whole *= len(ranks)
     return Sent(_shown(name), ranks, int(whole * share * (len(ranks) - 1) / len(ranks)))
 
