@@ -267,3 +267,8 @@ def test_a_model_that_is_given_twice_is_prepared_once() -> None:
     first, second = accelerator.prepare(model, model)
     assert first is second
     assert len(accelerator._models) == 1
+
+
+def test_a_scaler_of_the_scripts_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"accelerator\.scaler='GradScaler': .*GradScalerKwargs"):
+        Accelerator(cpu=True).scaler = torch.amp.GradScaler("cpu", enabled=False)

@@ -342,9 +342,17 @@ class Accelerator(Ranks):
 
     @property
     def scaler(self) -> Scaler | None:
-        """The fp16 loss scaler, or None."""
+        """The fp16 loss scaler, or None. It cannot be replaced."""
         scaler = self._prepared.scaler
         return scaler if scaler.active else None
+
+    @scaler.setter
+    def scaler(self, value: object) -> NoReturn:
+        fix = (
+            "losses and gradients of all optimizers have the scaler of this accelerator: use that one, and set its "
+            "options with kwargs_handlers=[GradScalerKwargs(...)]"
+        )
+        raise ConfigError(Problem("accelerator.scaler", type(value).__name__, fix))
 
     @property
     def scaler_handler(self) -> GradScalerKwargs:
