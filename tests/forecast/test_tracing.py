@@ -11,6 +11,7 @@ import torch
 from tests.finetuning import small
 from tests.forecast.models import BATCH, LENGTH, VOCABULARY, llama, mixture, trainer
 from tests.zero.needed import needs_deepspeed
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
@@ -31,7 +32,7 @@ from windlass.forecast.forecast import Forecast
 from windlass.forecast.meter import WEIGHTS
 from windlass.forecast.rehearsal import SomeValues
 from windlass.forecast.trace import Trace
-from windlass.forecast.tracing import trace_of
+from windlass.forecast.tracing import size_of, trace_of
 from windlass.zero.building import DividedBuilding
 
 
@@ -346,6 +347,20 @@ def test_micro_batches_in_the_middle_are_counted(tmp_path: Path) -> None:
         for count in (1, 6)
     ]
     assert flops[1] == 6 * flops[0] > 0
+
+
+def test_positions_are_those_of_tokens_whatever_is_beside_them(tmp_path: Path) -> None:
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        ids = torch.stack([row["input_ids"] for row in rows])
+        mask = torch.zeros(len(rows), 1, LENGTH, LENGTH)  # who attends to whom
+        return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+    def start() -> None:
+        made = trainer(tmp_path, layers=1, lean_loss=False)
+        made.data_collator = collate
+        made.train()
+
+    assert trace_of(start).facts["positions"] == size_of(start).positions == BATCH * LENGTH
 
 
 def test_a_script_without_a_run_is_an_error() -> None:

@@ -44,7 +44,7 @@ from windlass.forecast.size import Size, held_by_updates, sizes_of_save
 from windlass.forecast.stack import find_stack
 from windlass.forecast.trace import Trace
 from windlass.metrics.predictions import key_of
-from windlass.metrics.tokens import rows
+from windlass.metrics.tokens import InputCounter, rows
 from windlass.trainer.batch_faults import Fed
 from windlass.trainer.defaults import align_special_tokens
 from windlass.trainer.drawn_samples import DrawnSamples
@@ -126,7 +126,7 @@ class Rehearsal:
             drawn = UpdateBatch(read, [[]] * len(read), 0, 0, False)
             DrawnSamples(draw, lambda own: own)(drawn)
             read = drawn.batches
-        self._first, largest = read[0], max(read, key=_positions)
+        self._first, largest = read[0], max(read, key=_elements)
         # A table has no row for what the model lacks, and tensors without memory have no values that would show it.
         for batch in (self._first, largest):
             self._request.services.faults.check(Fed("training", batch))
@@ -146,7 +146,7 @@ class Rehearsal:
             sum(nbytes for _, nbytes, _ in sizes),
             sum(nbytes for _, nbytes, trained in sizes if trained),
             max(len(list(repeated_blocks(model))), 1),
-            _positions(self.update.batches[0]),
+            self._positions(self.update.batches[0]),
             plan.batch.accumulation,
             2 if half else 4,
             sum(nbytes for _, nbytes, _ in sizes) + self._of_updates,
@@ -319,13 +319,19 @@ class Rehearsal:
     def _fakes(self, batch: Any) -> Any:
         return map_leaves(lambda tensor: with_values(tensor, self._mode), batch)
 
+    def _positions(self, batch: Any) -> int:
+        """As a run counts them; of a batch without the model's main input, the elements of its largest tensor."""
+        main_input = getattr(self._request.hooks.model, "main_input_name", "input_ids")
+        _, positions = InputCounter(main_input)(batch)
+        return positions or _elements(batch)
+
     def _facts(self, model: nn.Module) -> dict[str, Any]:
         plan, batch, services = self._plan, self.update.batches[0], self._request.services
         return {
             "parameters": count_elements(model.parameters()),
             "model": type(model).__name__,
             "samples": rows(batch),
-            "positions": _positions(batch),
+            "positions": self._positions(batch),
             "accumulation": plan.batch.accumulation,
             "steps": plan.duration.steps,
             "mesh": asdict(plan.dist.mesh(self._request.services.session.world.size)),
@@ -403,7 +409,7 @@ def _refuse_unbuilt(plan: RunPlan, args: TrainingArguments, on_device: bool) -> 
     refuse(Problem(name, True, fix) for name, is_set in on_host.items() if is_set and on_device)
 
 
-def _positions(batch: Any) -> int:
+def _elements(batch: Any) -> int:
     """Elements of the largest tensor of a batch."""
     return max((tensor.numel() for tensor in tensors_in(batch)), default=0)
 
