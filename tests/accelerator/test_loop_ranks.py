@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from tests.accelerator import loop_cases
 from tests.dist.launch import launch, on_ranks
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from windlass import Accelerator
 from windlass.utils import DistributedDataParallelKwargs
@@ -61,3 +63,23 @@ def main(folder: Path) -> None:
         prepared = accelerator.prepare(model())
     prepared(torch.randn(8, 4) + accelerator.process_index)
     accelerator.save_state(folder)
+
+
+@pytest.mark.dist
+def test_a_batch_has_the_weight_of_its_own_loader_when_endless_loaders_take_turns() -> None:
+    """The last batch of the other loader is short: one process has none of its samples."""
+    assert on_ranks(2, gradient_between_turns) == [1.5, 1.5]
+
+
+def gradient_between_turns() -> float:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    train, other = (DataLoader(TensorDataset(torch.arange(float(n))[:, None]), batch_size=1) for n in (4, 3))
+    model, train, other = accelerator.prepare(model, train, other)
+    batches, others = (itertools.chain.from_iterable(itertools.repeat(data)) for data in (train, other))
+    next(batches)
+    next(others)
+    next(others)
+    (x,) = next(batches)  # 2 on one process, 3 on the other
+    accelerator.backward(model(x - 1).mean())
+    return float(accelerator.unwrap_model(model).weight.grad)

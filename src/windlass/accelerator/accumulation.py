@@ -75,6 +75,14 @@ class AccumulationState:
         self.at_begin()
         self._loaders.append(loader)
 
+    def resume_pass(self, loader: ActiveLoader) -> None:
+        """The current batch is one of `loader`. Endless generators over loaders take turns: the pass that began last
+        need not be the one that goes on, and gradients are weighted by the shares of its batch.
+        """
+        if self._loaders and self._loaders[-1] is not loader:
+            self.end(loader)
+            self._loaders.append(loader)
+
     def end(self, loader: ActiveLoader) -> None:
         """End a pass over `loader`."""
         # Not the innermost in any case: a pass that was left early ends when its generator is closed, perhaps in a

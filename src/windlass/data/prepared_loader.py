@@ -127,6 +127,8 @@ class PreparedLoader(DealtLoader):
             for dealt in marked_reads(self._read(epoch, start)):
                 self._move_after(dealt, epoch)
                 batch = dealt.batch
+                if self.follower is not None:
+                    self.follower.resume_pass(self)
                 yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0
