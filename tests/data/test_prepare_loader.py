@@ -274,6 +274,9 @@ class Follower:
     def begin(self, loader: PreparedLoader) -> None:
         self.heard.append(f"begin {loader.iteration}")
 
+    def turn_to(self, loader: PreparedLoader) -> None:
+        self.heard.append("batch")
+
     def end(self, loader: PreparedLoader) -> None:
         self.heard.append(f"end {loader.end_of_dataloader}")
 
@@ -285,7 +288,8 @@ def test_a_follower_hears_of_passes_also_of_those_left_early() -> None:
         break
     list(loader)
     list(loader.skipping(1))
-    assert follower.heard == ["begin 0", "end False", "begin 0", "end True", "begin 1", "end True"]
+    left, whole = ["begin 0", "batch", "end False"], ["begin 0", "batch", "batch", "end True"]
+    assert follower.heard == [*left, *whole, "begin 1", "batch", "end True"]
 
 
 def test_datasets_and_samplers_hear_of_the_epoch() -> None:

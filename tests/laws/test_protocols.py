@@ -12,6 +12,7 @@ import pytest
 from tests.laws.source import Module, modules, nodes
 
 UNSEEN = {
+    "Follower": "AccumulationState, and GradientState, which hands every name on to that of the newest loop",
     "ActiveLoader": "PreparedLoader has its batch_size from PyTorch's DataLoader, and scripts write such loaders",
 }
 

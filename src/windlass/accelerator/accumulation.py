@@ -75,9 +75,9 @@ class AccumulationState:
         self.at_begin()
         self._loaders.append(loader)
 
-    def resume_pass(self, loader: ActiveLoader) -> None:
-        """The current batch is one of `loader`. Endless generators over loaders take turns: the pass that began last
-        need not be the one that goes on, and gradients are weighted by the shares of its batch.
+    def turn_to(self, loader: ActiveLoader) -> None:
+        """Make `loader`, whose pass has begun, that of the current batch. Endless generators over loaders take turns:
+        the pass that began last need not be the one that goes on, and gradients are weighted by its shares.
         """
         if self._loaders and self._loaders[-1] is not loader:
             self.end(loader)

@@ -42,7 +42,7 @@ class PreparedLoader(DealtLoader):
             unknown.
         shares: samples of the current batch on each rank, in rank order.
         device: of the returned batches; None leaves them unchanged.
-        follower: is called when a pass begins and ends, if there is one.
+        follower: is called when a pass begins, goes on and ends, if there is one.
 
     Args:
         loader: the user's.
@@ -128,7 +128,7 @@ class PreparedLoader(DealtLoader):
                 self._move_after(dealt, epoch)
                 batch = dealt.batch
                 if self.follower is not None:
-                    self.follower.resume_pass(self)
+                    self.follower.turn_to(self)
                 yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0

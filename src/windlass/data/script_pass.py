@@ -14,13 +14,13 @@ from windlass.dist.gang import Gang
 
 
 class Follower(Protocol):
-    """Is called at the begin and end of a pass: the accelerator, which accumulates up to the end of one and knows the
-    samples of its current batch.
+    """Is called at the begin and end of a pass, and before each batch of it: the accelerator, which accumulates up to
+    the end of a pass and knows the samples of its current batch.
     """
 
     def begin(self, loader: Any) -> None: ...
 
-    def resume_pass(self, loader: Any) -> None: ...
+    def turn_to(self, loader: Any) -> None: ...
 
     def end(self, loader: Any) -> None: ...
 
