@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -60,6 +61,14 @@ def collated() -> None:
         pass
 
 
+def without_room() -> None:
+    """Not even the locks of the workers' queues fit."""
+    with open("/dev/shm/full", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    loop()
+
+
 def report(kind: str, work: Callable[[], Any]) -> None:
     try:
         work()
@@ -78,5 +87,7 @@ if __name__ == "__main__":
         report("evaluate", trainer(Path(folder), 2).evaluate)
         report("loop", loop)
         report("collated", collated)
+        report("without room", without_room)
+        os.remove("/dev/shm/full")
         trainer(Path(folder), 0).train()
     os._exit(0)

@@ -171,7 +171,7 @@ def test_a_really_small_shared_memory() -> None:
     if code == 77:
         pytest.skip("may not mount a file system of its own at /dev/shm")
     assert code == 0, said
-    for kind in ("train", "evaluate", "loop", "collated"):
+    for kind in ("train", "evaluate", "loop", "collated", "without room"):
         assert f"{kind}: WorkerError with its fix" in said, said
 
 

@@ -50,6 +50,14 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
     _thread: threading.Thread
     _jointhread: Finalize | None
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        try:
+            super().__init__(*args, **options)
+        except OSError as error:  # its locks are files in shared memory
+            if not (fix := advice(str(error))):
+                raise
+            raise WorkerError(f"data workers could not be started: {error}.{fix}") from error
+
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
         self._received = bytearray()
